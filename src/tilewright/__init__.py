@@ -1,0 +1,3 @@
+"""Exact, IO-aware attention."""
+
+__version__ = "0.1.0"
