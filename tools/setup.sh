@@ -81,7 +81,10 @@ install_package() {
 if command -v flock >/dev/null; then
     mkdir -p .cache
     exec 9>.cache/setup.lock
-    flock 9
+    if ! flock --nonblock 9; then
+        say "waiting for another setup to end"
+        flock 9
+    fi
 fi
 if is_ready; then exit; fi
 
