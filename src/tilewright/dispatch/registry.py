@@ -1,0 +1,70 @@
+"""The backends, best first: the first that can compute a problem takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from tilewright import portable
+from tilewright.operands import Gradients, Operands, Saved
+from tilewright.portable import fused
+from tilewright.problem import AttentionProblem
+
+Forward = Callable[[AttentionProblem, Operands], tuple[Tensor, Tensor]]
+Backward = Callable[[AttentionProblem, Operands, Saved, Sequence[bool]], Gradients]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to compute attention, forward and backward.
+
+    Any backend's backward may follow any backend's forward: out and lse are all that they share.
+    """
+
+    name: str
+    summary: str
+    why_not: Callable[[AttentionProblem], str | None]
+    forward: Forward
+    backward: Backward
+
+
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend
+    for backend in (
+        Backend(
+            name="cpu_fused",
+            summary="PyTorch's fused CPU attention, cut and merged to the mask",
+            why_not=fused.why_not,
+            forward=partial(portable.forward, fuse=True),
+            backward=partial(portable.backward, fuse=True),
+        ),
+        Backend(
+            name="portable",
+            summary="tiled exact attention in plain PyTorch",
+            why_not=lambda problem: None,
+            forward=partial(portable.forward, fuse=False),
+            backward=partial(portable.backward, fuse=False),
+        ),
+    )
+}
+
+
+def choose(problem: AttentionProblem, name: str | None = None) -> Backend:
+    """The named backend, or the first that can compute the problem.
+
+    Raises ValueError for an unknown name and NotImplementedError if the named one cannot.
+    """
+    if name is None:
+        return next(b for b in BACKENDS.values() if b.why_not(problem) is None)
+    if name not in BACKENDS:
+        raise ValueError(f"backend is {name!r}; want None or one of {', '.join(BACKENDS)}")
+    reason = BACKENDS[name].why_not(problem)
+    if reason is not None:
+        able = [b.name for b in BACKENDS.values() if b.why_not(problem) is None]
+        raise NotImplementedError(
+            f"backend {name!r} cannot compute this call: {reason}. These can: {', '.join(able)}"
+        )
+    return BACKENDS[name]
