@@ -1,0 +1,1 @@
+"""Other libraries' attention functions, with their signatures, on tilewright's contract."""
