@@ -71,9 +71,8 @@ def log_denominator(logits: Tensor, sink: Tensor | None) -> Tensor:
 
 
 def probabilities(logits: Tensor, lse: Tensor) -> Tensor:
-    """exp(logit - lse); 0 throughout a row that sees no key."""
-    empty = (lse == -math.inf)[..., None]
-    return torch.where(empty, 0.0, torch.exp(logits - torch.where(empty, 0.0, lse[..., None])))
+    """exp(logit - lse); 0 where a key is hidden, also in a row whose lse is -inf or NaN."""
+    return torch.where(logits == -math.inf, 0.0, torch.exp(logits - lse[..., None]))
 
 
 def contract(weights: Tensor, seen: Tensor, values: Tensor) -> Tensor:
