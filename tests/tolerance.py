@@ -1,0 +1,126 @@
+"""How far a result may be from the exact one. Nothing here is tuned.
+
+A result may be wrong, against the oracle in float64, by twice the error of plain attention in the
+same dtype on the same inputs, plus a rounding band. The band is what first-order rounding analysis
+allows: each sum of products may lose one unit of its dtype's precision on the sum of its terms'
+sizes, and each weight exp(s - lse) loses as many units of the arithmetic's precision as its logit
+is large.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.paths import Results, by_formula
+from tests.problems import Batch, OneSequence, scoring
+from tilewright.operands import Operands
+from tilewright.reference import forward
+from tilewright.reference.forward import (
+    log_denominator,
+    masked_logits,
+    one_a_query_head,
+    probabilities,
+    visible,
+)
+
+
+def assert_accurate(got: Results, batch: Batch, **options: Any) -> None:
+    """Hold every result and gradient of a call to the rule of accuracy."""
+    exact = by_formula(batch, torch.float64, **options)
+    arithmetic = torch.promote_types(batch.dtype, torch.float32)
+    plain = by_formula(batch, batch.dtype, **options)
+    if arithmetic != batch.dtype:  # lse comes in the arithmetic's dtype, and is judged in that
+        plain.lse = by_formula(batch, arithmetic, **options).lse
+    growth = 2.0
+    if batch.dtype == torch.float64:
+        # The oracle's own error is of the same size. First-order errors are proportional to eps.
+        plain = by_formula(batch.to(torch.float32), torch.float32, **options)
+        exact_32 = by_formula(batch.to(torch.float32), torch.float64, **options)
+        growth = 3.0 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+    sizes, largest_logit = sizes_of_terms(batch, options)
+    for name, tensors in got.named():
+        pairs = [getattr(x, name) for x in (exact, plain, sizes)]
+        baseline = pairs[0] if batch.dtype != torch.float64 else getattr(exact_32, name)
+        if not tensors:
+            assert not pairs[0], f"{name} is missing"
+            continue
+        plain_error = largest_error(pairs[1], baseline)
+        dtype = arithmetic if name == "lse" else batch.dtype
+        units = torch.finfo(dtype).eps + torch.finfo(arithmetic).eps * largest_logit
+        allowed = growth * plain_error + units * max_of(pairs[2])
+        assert_error_within(name, tensors, pairs[0], allowed)
+
+
+def assert_error_within(name: str, got: list[Tensor], exact: list[Tensor], allowed: float) -> None:
+    """`got` is shaped as `exact`, -inf where that is, and nowhere off by more than `allowed`."""
+    for index, (a, b) in enumerate(zip(got, exact, strict=True)):
+        assert a.shape == b.shape, f"{name}[{index}] has shape {a.shape}, want {b.shape}"
+        is_empty = b == -math.inf
+        assert torch.equal(a == -math.inf, is_empty), f"{name}[{index}]: other rows are empty"
+        assert torch.isfinite(a[torch.isfinite(b)]).all(), f"{name}[{index}] is not finite"
+    error = largest_error(got, exact)
+    assert error <= allowed, f"{name} is off by {error:.3e}, allowed are {allowed:.3e}"
+
+
+def largest_error(got: list[Tensor], exact: list[Tensor]) -> float:
+    """Over all entries whose exact value is finite."""
+    errors = [
+        torch.where(torch.isfinite(b), (a.double() - b.double()).abs(), 0.0)
+        for a, b in zip(got, exact, strict=True)
+    ]
+    return max_of(errors)
+
+
+def max_of(tensors: list[Tensor]) -> float:
+    return max((x.max().item() for x in tensors if x.numel()), default=0.0)
+
+
+def sizes_of_terms(batch: Batch, options: dict[str, Any]) -> tuple[Results, float]:
+    """The sum of the absolute terms of each sum that makes a result, and the largest logit's."""
+    parts = [_sizes(x, batch.sink, options) for x in batch.to(torch.float64).sequences]
+    keys = ("out", "lse", "dq", "dk", "dv", "dsink")
+    results = Results(**{name: [part[name] for part in parts] for name in keys}, outside=[])
+    return results, max_of([part["logit"] for part in parts])
+
+
+def _sizes(x: OneSequence, sink: Tensor | None, options: dict[str, Any]) -> dict[str, Tensor]:
+    """As in the oracle's backward, with the absolute value of each term."""
+    q, k, v, dout = (t[None] for t in (x.q, x.k, x.v, x.dout))
+    sink = None if sink is None else sink.double()
+    rule = scoring(q.shape[-1], options)
+    k, v = (one_a_query_head(t, q.shape[2]) for t in (k, v))
+    seen = visible(rule.mask, q.shape[1], k.shape[1], q.device)
+    logits = masked_logits(q, k, seen, rule)
+    lse = log_denominator(logits, sink)
+    p = probabilities(logits, lse)
+    out = forward(Operands(q, k, v, sink), rule)[0]
+    q, k, v, dout, out = (
+        torch.nan_to_num(t, 0.0, 0.0, 0.0).abs().transpose(1, 2) for t in (q, k, v, dout, out)
+    )
+    row_term = (dout * out).sum(-1) + (0.0 if x.dlse is None else x.dlse.T[None].abs())
+    ds = abs(rule.scale) * p * (dout @ v.transpose(-1, -2) + row_term[..., None])
+    size_of_logits = abs(rule.scale) * q @ k.transpose(-1, -2)
+    largest = size_of_logits.amax(-1) if k.shape[2] else torch.zeros_like(lse)
+    if rule.softcap is not None:
+        # The cap is rounded too, and of a logit's error at most 1 / cosh^2(x / c) remains.
+        largest = largest.clamp(max=1.5 * rule.softcap)
+    weight_of_sink = torch.zeros(()) if sink is None else torch.exp(sink[None, :, None] - lse)
+    return {
+        "out": p @ v,
+        "lse": largest + 1.0,
+        "dq": ds @ k,
+        "dk": _over_group(ds.transpose(-1, -2) @ q, x),
+        "dv": _over_group(p.transpose(-1, -2) @ dout, x),
+        "dsink": (weight_of_sink * row_term).sum((0, 2)),
+        "logit": largest if sink is None else torch.maximum(largest, sink.abs()[None, :, None]),
+    }
+
+
+def _over_group(size: Tensor, x: OneSequence) -> Tensor:
+    """Query heads that share a key-value head add up."""
+    group = x.q.shape[1] // x.k.shape[1]
+    return size.unflatten(1, (-1, group)).sum(dim=2)
