@@ -53,8 +53,8 @@ def backward(
     dv = contract(p.transpose(-1, -2), seen.T, grads)
     dsink = None
     if sink is not None:
-        p_sink = torch.exp(sink.to(lse.dtype)[None, :, None] - lse)
-        dsink = -(p_sink * row_term).sum(dim=(0, 2)).to(sink.dtype)
+        column = sink.to(lse.dtype)[None, :, None, None].expand(*lse.shape, 1)
+        dsink = -(probabilities(column, lse)[..., 0] * row_term).sum(dim=(0, 2)).to(sink.dtype)
     return (
         dq.transpose(1, 2),
         _sum_of_group(dk.transpose(1, 2), heads_k),
