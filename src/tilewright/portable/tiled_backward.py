@@ -99,6 +99,8 @@ def _backward_rows(
         guard = seen if lanes.may_be_spoilt else None
         logits = tile_logits(q, k, seen, lanes.scoring.softcap)
         p = torch.exp(logits - lse)
+        if guard is not None:
+            hide(p, guard, 0.0)  # in a row whose lse is NaN it is not
         if dv is not None:
             dv[at_keys] += product_transposed(p, dout, guard)
         if dq is None and dk is None:
