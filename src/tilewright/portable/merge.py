@@ -16,10 +16,14 @@ def merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, T
     Source: FlashAttention-2, arXiv 2307.08691, section 2.3 read with two blocks.
     """
     (out_a, lse_a), (out_b, lse_b) = a, b
-    lse = torch.logaddexp(lse_a, lse_b)
-    base = lse.masked_fill(lse == -math.inf, 0.0)
-    out = _weighted(out_a, lse_a - base) + _weighted(out_b, lse_b - base)
-    return out.to(out_a.dtype), lse
+    largest = torch.maximum(lse_a, lse_b)
+    base = largest.masked_fill(largest == -math.inf, 0.0)
+    weight_a, weight_b = torch.exp(lse_a - base), torch.exp(lse_b - base)
+    total = weight_a + weight_b
+    # Divided by their sum, not by exp(lse): the sum has no share of a large lse's rounding error.
+    share = total.masked_fill(total == 0.0, 1.0)
+    out = _weighted(out_a, weight_a / share) + _weighted(out_b, weight_b / share)
+    return out.to(out_a.dtype), largest + torch.log(total)
 
 
 def join_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
@@ -28,6 +32,6 @@ def join_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     return merge((out, lse), (nothing, sink.to(lse.dtype)[None, :, None].expand_as(lse)))
 
 
-def _weighted(out: Tensor, log_weight: Tensor) -> Tensor:
-    """out * exp(log_weight), the weight given as (batch, heads, seqlen)."""
-    return out * torch.exp(log_weight).transpose(1, 2)[..., None]
+def _weighted(out: Tensor, weight: Tensor) -> Tensor:
+    """The weight is (batch, heads, seqlen)."""
+    return out * weight.transpose(1, 2)[..., None]
