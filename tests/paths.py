@@ -60,6 +60,8 @@ class Path:
 
         Sequences that the layout cannot hold together go one by one.
         """
+        if self.name == "oracle":  # which is one in float64 only
+            batch = batch.to(torch.float64)
         if must_be_alone(layout, batch):
             return _joined([self.run(x, layout, **options) for x in batch.alone()])
         placement = place(layout, batch)
