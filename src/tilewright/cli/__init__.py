@@ -1,0 +1,36 @@
+"""The command line. Each command has a file or folder of its own and imports what is heavy late."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from tilewright import __version__
+from tilewright.cli.doctor import doctor
+
+app = typer.Typer(
+    help="Exact, IO-aware attention: see it at work, and which path it takes on this machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+app.command()(doctor)
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"tilewright {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """What stands before a command."""
