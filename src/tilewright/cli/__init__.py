@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from tilewright import __version__
+from tilewright.cli.demo import demo
 from tilewright.cli.doctor import doctor
 
 app = typer.Typer(
@@ -15,6 +16,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
+app.command()(demo)
 app.command()(doctor)
 
 
