@@ -1,0 +1,1 @@
+"""tilewright inside other libraries. Each module imports the library that it is named for."""
