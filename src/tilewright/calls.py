@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from tilewright import dispatch, portable
 from tilewright import problem as checks
 from tilewright.dispatch import Explanation
-from tilewright.torch_ops import Call, append_kv, attend, operands_of, problem_of
+from tilewright.torch_ops import Call, append_kv, attend
 
 
 class Options(NamedTuple):
@@ -147,7 +147,7 @@ def check_append(
 
 
 def run(call: Call, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
-    _refuse_forward_mode(call)
+    _refuse_transforms(call)
     _check_before_work(call)
     out, lse = attend(*call)
     return (out, lse) if return_lse else out
@@ -155,7 +155,7 @@ def run(call: Call, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
 
 def explain(call: Call) -> Explanation:
     _check_before_work(call)
-    return dispatch.explain(problem_of(call), call.backend)
+    return dispatch.explain(call.plan()[0], call.backend)
 
 
 def _check_before_work(call: Call) -> None:
@@ -164,9 +164,9 @@ def _check_before_work(call: Call) -> None:
     The operator finds the same faults when it runs; here they surface in the caller's own frames.
     """
     if call.backend is not None and not torch.compiler.is_compiling():
-        dispatch.choose(problem_of(call), call.backend)
-    if _may_read(call.q) and any(x is not None for x in call.layout):
-        portable.read_batch(problem_of(call), operands_of(call))
+        call.plan()
+    if any(x is not None for x in call.layout) and _may_read(call.q):
+        portable.read_batch(call.plan()[0], call.operands)
 
 
 def _may_read(tensor: Tensor) -> bool:
@@ -179,15 +179,22 @@ def _may_read(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" or os.environ.get("TILEWRIGHT_CHECK") == "1"
 
 
-def _refuse_forward_mode(call: Call) -> None:
-    if forward_ad._current_level < 0:
+def _refuse_transforms(call: Call) -> None:
+    """Only reverse mode, once, is there; say so before PyTorch fails somewhere inside."""
+    if torch.compiler.is_compiling():
         return
-    for tensor in (call.q, call.k, call.v, call.sink):
-        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
-            raise NotImplementedError(
-                "attention has no forward-mode derivative (JVP); want reverse mode, or "
-                "torch.nn.functional.scaled_dot_product_attention under SDPBackend.MATH"
-            )
+    if forward_ad._current_level >= 0:
+        for tensor in (call.q, call.k, call.v, call.sink):
+            if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+                raise NotImplementedError(
+                    "attention has no forward-mode derivative (JVP); want reverse mode, or "
+                    "torch.nn.functional.scaled_dot_product_attention under SDPBackend.MATH"
+                )
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "attention has no rules for torch.func transforms (grad, vmap, jvp); want "
+            "torch.autograd, and the batch dimension instead of vmap"
+        )
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

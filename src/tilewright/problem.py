@@ -94,10 +94,8 @@ def check_qkv(q: Any, k: Any, v: Any, ranks: tuple[int, int], names: tuple[str, 
         _check_tensor(name, tensor)
         if tensor.ndim != rank:
             raise ValueError(f"{name} has shape {_shape(tensor)}; want {rank} dimensions")
-        if dtype_name(tensor) not in FLOATING:
-            raise TypeError(
-                f"{name} has dtype {dtype_name(tensor)}; want one of {', '.join(FLOATING)}"
-            )
+    if dtype_name(q) not in FLOATING:
+        raise TypeError(f"q has dtype {dtype_name(q)}; want one of {', '.join(FLOATING)}")
     for name, tensor in ((k_name, k), (v_name, v)):
         if tensor.dtype != q.dtype:
             raise TypeError(

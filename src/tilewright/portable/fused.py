@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
+@lru_cache(maxsize=4096)
 def why_not(problem: AttentionProblem) -> str | None:
     """Why this path cannot compute a problem, None if it can."""
     scoring = problem.scoring
@@ -45,22 +46,24 @@ class Piece:
     """What one call computes: the query rows from `row` on, over a range of keys."""
 
     row: int
-    keys: slice
+    first_key: int
+    past_key: int
     is_causal: bool  # aligned to the top left of the piece
 
 
-def pieces(problem: AttentionProblem) -> list[Piece]:
+@lru_cache(maxsize=4096)
+def pieces(problem: AttentionProblem) -> tuple[Piece, ...]:
     """Cut a mask without a left bound into what the kernel can express, same rows in each piece."""
     seqlen_q, seqlen_k = problem.seqlen_q, problem.seqlen_k
     mask = problem.scoring.mask.simplified(seqlen_q, seqlen_k)
     if mask.right is None:
-        return [Piece(0, slice(0, seqlen_k), False)]
+        return (Piece(0, 0, seqlen_k, False),)
     # Row i sees key j iff j <= i + offset. Rows before -offset see nothing, so either there are
     # such rows or there are keys that every row sees, never both.
     offset = seqlen_k - seqlen_q + mask.right
     first_row, seen_by_all = max(0, -offset), max(0, offset)
-    rectangle = [Piece(first_row, slice(0, seen_by_all), False)] if seen_by_all else []
-    return [*rectangle, Piece(first_row, slice(seen_by_all, seqlen_k), True)]
+    rectangle = (Piece(first_row, 0, seen_by_all, False),) if seen_by_all else ()
+    return (*rectangle, Piece(first_row, seen_by_all, seqlen_k, True))
 
 
 def forward(
@@ -122,20 +125,33 @@ def backward(
 
 
 def _for_kernel(*operands: Tensor) -> list[Tensor]:
-    """(batch, heads, seqlen, dim) views of one head dim; the kernel ignores a last stride."""
+    """(batch, heads, seqlen, dim) of one head dim, in the kernel's dtype."""
     dim = max(x.shape[-1] for x in operands)
     return [_padded(x, dim).transpose(1, 2) for x in operands]
 
 
 def _padded(x: Tensor, dim: int) -> Tensor:
     """Zeros after the head dim change neither a score nor the columns that are kept."""
+    x = x.to(_kernel_dtype(x.dtype))
     if x.shape[-1] < dim:
         return pad(x, (0, dim - x.shape[-1]))
+    # The kernel takes the last stride to be 1 without looking.
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+@lru_cache
+def _kernel_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float32 in place of the half precisions: faster and more exact, unless the CPU has AMX."""
+    if dtype.itemsize > 2 or torch.cpu._is_amx_tile_supported():
+        return dtype
+    return torch.float32
+
+
 def _cut(piece: Piece, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return q[:, :, piece.row :], k[:, :, piece.keys], v[:, :, piece.keys]
+    if piece.past_key - piece.first_key == k.shape[2] and piece.row == 0:
+        return q, k, v
+    keys = slice(piece.first_key, piece.past_key)
+    return q[:, :, piece.row :], k[:, :, keys], v[:, :, keys]
 
 
 def _is_spoilt(x: Tensor) -> bool:

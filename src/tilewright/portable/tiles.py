@@ -43,12 +43,20 @@ class Lanes:
         """Slices of lanes that are worked on together so that their logits stay in cache."""
         group, rows, keys = self.q.shape[1], *self.lengths
         tile = group * min(rows, self.rows_a_tile) * min(keys, TILE_KV)
-        step = max(1, TILE_ELEMENTS // max(tile, 1))
+        step = max(1, TILE_ELEMENTS // tile)
         return (slice(first, first + step) for first in range(0, self.q.shape[0], step))
 
     @property
     def rows_a_tile(self) -> int:
-        return max(16, TILE_Q // max(self.q.shape[1], 1))
+        """Query rows a tile.
+
+        Tiles of r rows visit r - 1 + w keys under a window of w, so that short windows want short
+        tiles; products of fewer than 64 rows are slow.
+        """
+        mask, rows = self.scoring.mask, TILE_Q
+        if mask.left is not None and mask.right is not None:
+            rows = min(max(64, (mask.left + mask.right) // 2), TILE_Q)
+        return max(16, rows // self.q.shape[1])
 
     def row_tiles(self) -> Iterator[range]:
         return blocks(range(self.lengths[0]), self.rows_a_tile)

@@ -1,5 +1,5 @@
 """Attention as PyTorch operators: what the dispatcher, autograd and torch.compile see."""
 
-from tilewright.torch_ops.ops import Call, append_kv, attend, operands_of, problem_of
+from tilewright.torch_ops.ops import Call, append_kv, attend
 
-__all__ = ["Call", "append_kv", "attend", "operands_of", "problem_of"]
+__all__ = ["Call", "append_kv", "attend"]

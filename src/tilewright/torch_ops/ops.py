@@ -1,23 +1,31 @@
-"""The custom operators, their fake implementations and their autograd formulas.
+"""The operators: `attend` and its backward, and `append_kv`.
 
 `tilewright::attend` covers dense, packed and paged calls; which layout tensors are there tells them
-apart. Its arguments are flat because an operator schema knows no structures; `Call` is the
-structure, and every function here that takes more than that is called by PyTorch.
+apart. They are registered with the dispatcher directly: `torch.library.custom_op` would be shorter,
+but costs 25 us a call, and 120 us with gradients, where this costs 10 and 25.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewright import dispatch, portable
+from tilewright.dispatch import Backend
 from tilewright.masks import Mask
 from tilewright.operands import Operands, Saved
-from tilewright.problem import AttentionProblem, Scoring, default_scale, dtype_name
+from tilewright.problem import AttentionProblem, Scoring, default_scale
+
+CALL_SCHEMA = (
+    "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor?[] layout, SymInt[] longest, "
+    "SymInt[] window, float? scale, float? softcap, SymInt? num_splits, bool deterministic, "
+    "str? backend"
+)
 
 
 class Call(NamedTuple):
@@ -37,152 +45,163 @@ class Call(NamedTuple):
     deterministic: bool = False
     backend: str | None = None
 
+    @property
+    def operands(self) -> Operands:
+        return Operands(self.q, self.k, self.v, self.sink, *self.layout)
 
-def operands_of(call: Call) -> Operands:
-    return Operands(call.q, call.k, call.v, call.sink, *call.layout)
+    def plan(self) -> tuple[AttentionProblem, Backend]:
+        """The problem and the backend that takes it. Raises as `dispatch.choose` does."""
+        q, k, v = self.q, self.k, self.v
+        cu_seqlens, block_table = self.layout[0], self.layout[4]
+        batch = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        kind = "varlen" if cu_seqlens is not None else "dense" if block_table is None else "paged"
+        is_ragged = any(x is not None for x in self.layout)
+        return _plan(
+            (kind, batch, *self.longest, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]),
+            (q.dtype, q.device, is_ragged, self.sink is not None),
+            tuple(self.window),
+            self[7:],
+        )
 
 
-def problem_of(call: Call) -> AttentionProblem:
-    """What the call asks for, without its tensors."""
-    operands = operands_of(call)
-    q, k, v = operands.q, operands.k, operands.v
-    cu_seqlens = operands.cu_seqlens_q
-    is_paged = operands.block_table is not None
-    scale = default_scale(q.shape[-1]) if call.scale is None else call.scale
-    return AttentionProblem(
-        layout="varlen" if cu_seqlens is not None else "paged" if is_paged else "dense",
-        batch=q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-        seqlen_q=call.longest[0],
-        seqlen_k=call.longest[1],
-        heads_q=q.shape[-2],
-        heads_k=k.shape[-2],
-        head_dim=q.shape[-1],
-        head_dim_v=v.shape[-1],
-        dtype=dtype_name(q),
-        device=str(q.device),
-        scoring=Scoring(Mask.window(*call.window), scale, call.softcap),
-        ragged=any(x is not None for x in call.layout),
-        has_sink=call.sink is not None,
-        deterministic=call.deterministic,
-        num_splits=call.num_splits,
+@lru_cache(maxsize=4096)
+def _plan(
+    sizes: tuple[Any, ...], facts: tuple[Any, ...], window: tuple[int, ...], rest: tuple[Any, ...]
+) -> tuple[AttentionProblem, Backend]:
+    """Kept for the sake of small calls, where making and judging a problem would dominate."""
+    dtype, device, is_ragged, has_sink = facts
+    scale, softcap, num_splits, deterministic, backend = rest
+    dim = sizes[-2]
+    problem = AttentionProblem(
+        *sizes,
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(device),
+        scoring=Scoring(
+            Mask.window(*window), default_scale(dim) if scale is None else scale, softcap
+        ),
+        ragged=is_ragged,
+        has_sink=has_sink,
+        deterministic=deterministic,
+        num_splits=num_splits,
     )
+    return problem, dispatch.choose(problem, backend)
 
 
-@torch.library.custom_op("tilewright::attend", mutates_args=())
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    layout: Sequence[Tensor | None],
-    longest: Sequence[int],
-    window: Sequence[int],
-    scale: float | None,
-    softcap: float | None,
-    num_splits: int | None,
-    deterministic: bool,
-    backend: str | None,
-) -> tuple[Tensor, Tensor]:
-    call = Call(
-        q, k, v, sink, layout, longest, window, scale, softcap, num_splits, deterministic, backend
-    )
-    problem = problem_of(call)
-    with _without_autocast(q):
-        out, lse = dispatch.choose(problem, backend).forward(problem, operands_of(call))
+def _attend(*args: Any) -> tuple[Tensor, Tensor]:
+    call = Call(*args)
+    problem, backend = call.plan()
+    with _without_autocast(call.q):
+        out, lse = backend.forward(problem, call.operands)
     return out.contiguous(), lse.contiguous()
 
 
-@attend.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    out = q.new_empty(*q.shape[:-1], v.shape[-1])
-    lse_dtype = torch.promote_types(q.dtype, torch.float32)
+def _attend_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    q, v = args[0], args[2]
     *batch, rows, heads, _ = q.shape
-    return out, q.new_empty(*batch, heads, rows, dtype=lse_dtype)
+    lse_dtype = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(
+        *batch, heads, rows, dtype=lse_dtype
+    )
 
 
-@torch.library.custom_op("tilewright::attend_backward", mutates_args=())
-def attend_backward(
+def _attend_backward(
     dout: Tensor | None,
     dlse: Tensor | None,
     out: Tensor,
     lse: Tensor,
     needs: Sequence[bool],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    layout: Sequence[Tensor | None],
-    longest: Sequence[int],
-    window: Sequence[int],
-    scale: float | None,
-    softcap: float | None,
-    num_splits: int | None,
-    deterministic: bool,
-    backend: str | None,
+    *args: Any,
 ) -> list[Tensor]:
     """Gradients of q, k, v and sink; one that `needs` does not ask for is an empty tensor."""
-    call = Call(
-        q, k, v, sink, layout, longest, window, scale, softcap, num_splits, deterministic, backend
-    )
-    problem = problem_of(call)
+    call = Call(*args)
+    problem, backend = call.plan()
     saved = Saved(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
-    with _without_autocast(q):
-        chosen = dispatch.choose(problem, backend)
-        grads = chosen.backward(problem, operands_of(call), saved, needs)
+    with _without_autocast(call.q):
+        grads = backend.backward(problem, call.operands, saved, needs)
     return [
-        x.contiguous() if need and x is not None else q.new_empty(0)
+        x.contiguous() if need and x is not None else out.new_empty(0)
         for x, need in zip((grads.q, grads.k, grads.v, grads.sink), needs, strict=True)
     ]
 
 
-@attend_backward.register_fake
-def _(
+def _attend_backward_fake(
     dout: Tensor | None,
     dlse: Tensor | None,
     out: Tensor,
     lse: Tensor,
     needs: Sequence[bool],
-    *call: Any,
+    *args: Any,
 ) -> list[Tensor]:
     return [
         torch.empty_like(x, memory_format=torch.contiguous_format) if need else out.new_empty(0)
-        for x, need in zip(call[:4], needs, strict=True)
+        for x, need in zip(args[:4], needs, strict=True)
     ]
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    call = Call(*inputs)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(call.q, call.k, call.v, call.sink, *output, *call.layout)
-    ctx.rest = call[5:]
+class _Attend(torch.autograd.Function):
+    """The derivative of `attend`, once."""
+
+    # `setup_context` would be the newer form, but with it `apply` inspects signatures on every
+    # call, which takes longer than all else here.
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        out, lse = _below_autograd(attend, args)
+        call = Call(*args)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(call.q, call.k, call.v, call.sink, out, lse, *call.layout)
+        ctx.rest = call[5:]
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        nothing = (None,) * len(Call._fields)
+        if dout is None and dlse is None:
+            return nothing
+        q, k, v, sink, out, lse, *layout = ctx.saved_tensors
+        needs = list(ctx.needs_input_grad[:4])
+        grads = attend_backward(dout, dlse, out, lse, needs, q, k, v, sink, layout, *ctx.rest)
+        return (
+            tuple(x if need else None for x, need in zip(grads, needs, strict=True)) + nothing[4:]
+        )
 
 
-def _backward_of_attend(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    nothing_for_the_rest = (None,) * (len(Call._fields) - 4)
-    if dout is None and dlse is None:
-        return (None,) * 4 + nothing_for_the_rest
-    q, k, v, sink, out, lse, *layout = ctx.saved_tensors
-    needs = list(ctx.needs_input_grad[:4])
-    grads = attend_backward(dout, dlse, out, lse, needs, q, k, v, sink, layout, *ctx.rest)
-    asked_for = tuple(grad if need else None for grad, need in zip(grads, needs, strict=True))
-    return asked_for + nothing_for_the_rest
+class _AttendBackward(torch.autograd.Function):
+    """Stands where the second derivative would, so that asking for it fails and says so."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        return tuple(_below_autograd(attend_backward, args))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        raise NotImplementedError(
+            "attention has no second derivative; want a loss that is differentiated once "
+            "(torch.nn.functional.scaled_dot_product_attention under SDPBackend.MATH has one)"
+        )
 
 
-attend.register_autograd(_backward_of_attend, setup_context=_save_for_backward)
+def _attend_autograd(*args: Any) -> tuple[Tensor, Tensor]:
+    if _wants_graph(args[:4]):
+        return _Attend.apply(*args)
+    return _below_autograd(attend, args)
 
 
-def _refuse_second_derivative(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-    raise NotImplementedError(
-        "attention has no second derivative; want a loss that is differentiated once "
-        "(torch.nn.functional.scaled_dot_product_attention under SDPBackend.MATH has one)"
-    )
+def _attend_backward_autograd(*args: Any) -> list[Tensor]:
+    if _wants_graph((args[0], args[1], *args[5:9])):
+        return list(_AttendBackward.apply(*args))
+    return _below_autograd(attend_backward, args)
 
 
-attend_backward.register_autograd(_refuse_second_derivative)
+def _wants_graph(inputs: Sequence[Tensor | None]) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 
-@torch.library.custom_op("tilewright::append_kv", mutates_args=("k_cache", "v_cache"))
-def append_kv(
+def _below_autograd(op: Any, args: Sequence[Any]) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args)
+
+
+def _append_kv(
     k_cache: Tensor,
     v_cache: Tensor,
     k_new: Tensor,
@@ -194,13 +213,41 @@ def append_kv(
     portable.append_rows((k_cache, v_cache), (k_new, v_new), cache_seqlens, block_table)
 
 
-@append_kv.register_fake
-def _(*args: Any) -> None:
-    return None
-
-
 def _without_autocast(q: Tensor) -> Any:
     """The operands have their dtype; autocast must not reach into the float32 arithmetic."""
     if not torch.is_autocast_enabled(q.device.type):
         return nullcontext()
     return torch.autocast(q.device.type, enabled=False)
+
+
+def _register() -> torch.library.Library:
+    """Define the operators. They live as long as the library object that is returned."""
+    library = torch.library.Library("tilewright", "DEF")
+    compliant = (torch.Tag.pt2_compliant_tag,)
+    library.define(f"attend({CALL_SCHEMA}) -> (Tensor out, Tensor lse)", tags=compliant)
+    library.define(
+        "attend_backward(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, bool[] needs, "
+        f"{CALL_SCHEMA}) -> Tensor[]",
+        tags=compliant,
+    )
+    library.define(
+        "append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k_new, Tensor v_new, "
+        "Tensor cache_seqlens, Tensor? block_table) -> ()",
+        tags=compliant,
+    )
+    for name, compute, fake in (
+        ("attend", _attend, _attend_fake),
+        ("attend_backward", _attend_backward, _attend_backward_fake),
+        ("append_kv", _append_kv, lambda *args: None),
+    ):
+        library.impl(name, compute, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"tilewright::{name}", fake, lib=library)
+    library.impl("attend", _attend_autograd, "Autograd")
+    library.impl("attend_backward", _attend_backward_autograd, "Autograd")
+    return library
+
+
+_library = _register()
+attend = torch.ops.tilewright.attend.default
+attend_backward = torch.ops.tilewright.attend_backward.default
+append_kv = torch.ops.tilewright.append_kv.default
