@@ -199,7 +199,6 @@ def lookalike(b: int, h: int, q: Any, k: Any) -> Any:
         (hf.or_masks(hf.causal_mask_function, hf.bidirectional_mask_function), "or_masks"),
         (hf.and_masks(hf.causal_mask_function, lookalike), "lookalike"),
         (hf.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64)), "chunked_overlay"),
-        (hf.blockwise_overlay(torch.zeros(1, 4)), "blockwise_overlay"),
         (hf.padding_mask_function(torch.ones(1, 4)), "padding_mask_function"),
         (hf.add_offsets_to_mask_function(hf.causal_mask_function, 0, 1), "add_offsets"),
     ],
