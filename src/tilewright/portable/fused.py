@@ -117,10 +117,11 @@ def backward(
             return None
         parts.append([x.transpose(1, 2) for x in part])
     dq, dk, dv = zip(*parts, strict=True)
+    whole_dq = _with_empty_rows(reduce(torch.add, dq), 1, q.shape[1], 0.0)
     return Gradients(
-        q=_with_empty_rows(reduce(torch.add, dq), 1, q.shape[1], 0.0)[..., : q.shape[-1]],
-        k=_concatenated(dk)[..., : k.shape[-1]],
-        v=_concatenated(dv)[..., : v.shape[-1]],
+        q=whole_dq[..., : q.shape[-1]].to(q.dtype),
+        k=_concatenated(dk)[..., : k.shape[-1]].to(k.dtype),
+        v=_concatenated(dv)[..., : v.shape[-1]].to(v.dtype),
     )
 
 
