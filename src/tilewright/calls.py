@@ -199,9 +199,13 @@ def _refuse_transforms(call: Call) -> None:
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast, cast as PyTorch's own attention does: all floating inputs but float64."""
-    if not (isinstance(tensors[0], Tensor) and torch.is_autocast_enabled(tensors[0].device.type)):
+    if not isinstance(tensors[0], Tensor):
         return tensors
-    dtype = torch.get_autocast_dtype(tensors[0].device.type)
+    device = tensors[0].device.type
+    # PyTorch raises where a device has no autocast at all, such as "meta".
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
     return tuple(
         x.to(dtype)
         if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
