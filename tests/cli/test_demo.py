@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from tilewright.cli import app
 from tilewright.cli.demo import model as models
-from tilewright.cli.demo import run, texts
+from tilewright.cli.demo import report, run, texts
 from tilewright.cli.demo.encoder import Encoder, Packed, Padded, Size, random_weights
 from tilewright.cli.demo.texts import Text
 
@@ -130,6 +130,11 @@ def test_it_fails_if_the_paths_differ(small: None, monkeypatch: pytest.MonkeyPat
     result = invoke("--random", "--repeats", "1")
     assert result.exit_code == 1
     assert "DIFFER" in result.stdout
+
+
+def test_a_slower_path_is_called_slower():
+    assert report._compare(stock=3.0, ours=2.0) == "is 1.50 times as fast"
+    assert report._compare(stock=2.0, ours=3.0) == "takes 1.50 times as long"
 
 
 @pytest.mark.parametrize("device", ["meta", "abacus"])

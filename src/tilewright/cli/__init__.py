@@ -14,6 +14,7 @@ app = typer.Typer(
     help="Exact, IO-aware attention: see it at work, and which path it takes on this machine.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode="markdown",  # which joins the lines of a docstring's paragraphs
     pretty_exceptions_show_locals=False,
 )
 app.command()(demo)

@@ -11,7 +11,7 @@ def demo(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each path.")] = 5,
     device: Annotated[
-        str | None, typer.Option(help="Such as cpu or cuda:0.  [default: a GPU if there is one]")
+        str | None, typer.Option(help="Such as cpu or cuda:0; by default a GPU if there is one.")
     ] = None,
     random_weights: Annotated[
         bool, typer.Option("--random", help="Leave out the real model, take random weights.")

@@ -78,6 +78,12 @@ def _time(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
 
 
+def _compare(stock: float, ours: float) -> str:
+    if ours <= stock:
+        return f"is {stock / ours:.2f} times as fast"
+    return f"takes {ours / stock:.2f} times as long"
+
+
 def _result(outcome: Outcome) -> Table:
     facts = terminal.facts()
     verdict = (
@@ -91,9 +97,7 @@ def _result(outcome: Outcome) -> Table:
     runs = len(outcome.stock_seconds)
     facts.add_row("Time", f"{_time(stock)} padded: {outcome.model.stock_name}")
     facts.add_row("", f"{_time(ours)} packed: tilewright.attention_varlen")
-    facts.add_row(
-        "", f"packed is {stock / ours:.2f} times as fast (medians of {runs} alternating runs)"
-    )
+    facts.add_row("", f"packed {_compare(stock, ours)} (medians of {runs} runs each, alternating)")
     explanation = outcome.explanation
     facts.add_row("Path", f"{explanation.backend}: {explanation.summary}")
     for name, reason in explanation.rejected.items():

@@ -15,7 +15,6 @@ import torch
 from tilewright import __version__
 
 PACKAGES = (
-    "torch",
     "triton",
     "nvidia-cutlass-dsl",
     "apache-tvm-ffi",
@@ -65,7 +64,11 @@ def describe() -> Machine:
         cuda=torch.version.cuda,
         gpu_note=None if gpus else _why_unseen(seen_by_driver),
         python=f"{platform.python_version()} ({platform.python_implementation()})",
-        packages={"tilewright": __version__} | {name: _version(name) for name in PACKAGES},
+        packages={
+            "tilewright": __version__,
+            "torch": str(torch.__version__),
+            **{name: _version(name) for name in PACKAGES},
+        },
     )
 
 
