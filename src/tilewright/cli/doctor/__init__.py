@@ -18,8 +18,8 @@ def doctor(
     from rich.console import Console
 
     from tilewright.cli.doctor import report
-    from tilewright.cli.doctor.machine import describe
     from tilewright.cli.doctor.problems import explain_all
+    from tilewright.machine import describe
 
     with Console(stderr=True).status("Looking at the machine") as status:
         machine = describe()

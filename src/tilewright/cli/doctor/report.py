@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from tilewright.cli import terminal
-from tilewright.cli.doctor.machine import Machine
 from tilewright.cli.doctor.problems import Verdict
 from tilewright.dispatch import BACKENDS
+from tilewright.machine import Machine
 
 
 def show(machine: Machine, verdicts: Sequence[Verdict], as_json: bool) -> None:
