@@ -98,6 +98,8 @@ def _call(
 ) -> Call:
     mask = checks.check_scoring(options.causal, options.window, options.scale, options.softcap)
     checks.check_sink(options.sink, q)
+    checks.check_flag("deterministic", options.deterministic)
+    checks.check_backend(options.backend)
     return Call(
         q=q,
         k=k,

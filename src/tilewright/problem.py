@@ -17,6 +17,7 @@ from tilewright.masks import Mask
 
 FLOATING = ("float16", "bfloat16", "float32", "float64")
 INTEGER = ("int32", "int64")
+LIMIT = 1 << 62  # of integers that reach an operator, whose integers have 64 bits
 
 
 @dataclass(frozen=True)
@@ -139,14 +140,15 @@ def check_scoring(
     causal: bool, window: Sequence[int | None] | None, scale: float | None, softcap: float | None
 ) -> Mask:
     """Check the options that shape a logit and return the mask they make together."""
-    if scale is not None and not math.isfinite(_real("scale", scale)):
+    if scale is not None and not _is_finite("scale", scale):
         raise ValueError(f"scale is {scale}; want a finite number, or None for 1/sqrt(head dim)")
-    if softcap is not None and not 0 < _real("softcap", softcap) < math.inf:
+    if softcap is not None and not (_is_finite("softcap", softcap) and softcap > 0):
         raise ValueError(f"softcap is {softcap}; want a positive finite number, or None for no cap")
+    check_flag("causal", causal)
     mask = Mask.causal() if causal else Mask.full()
     if window is None:
         return mask
-    if isinstance(window, (str, int)) or len(window) != 2:
+    if not isinstance(window, Sequence) or isinstance(window, str) or len(window) != 2:
         raise ValueError(f"window is {window!r}; want a pair (left, right)")
     for side, bound in zip(("left", "right"), window, strict=True):
         if bound is None:
@@ -157,7 +159,8 @@ def check_scoring(
             raise ValueError(
                 f"window's {side} bound is {bound}; want 0 or more, or -1 or None for no bound"
             )
-    return mask & Mask.window(*window)
+    # A bound beyond every length is no bound.
+    return mask & Mask.window(*(-1 if x is None or x >= LIMIT else x for x in window))
 
 
 def check_sink(sink: Any, q: Any) -> None:
@@ -233,6 +236,19 @@ def check_count(name: str, value: int | None, least: int) -> None:
         raise TypeError(f"{name} is {value!r}; want an integer")
     if value < least:
         raise ValueError(f"{name} is {value}; want {least} or more")
+    if value >= LIMIT:
+        raise ValueError(f"{name} is {value}; want less than 2**62")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Text such as "no" is true in Python, so only what is a truth value is taken for one."""
+    if not isinstance(value, (bool, int)) and type(value).__name__ != "bool":
+        raise TypeError(f"{name} is {value!r}; want True or False")
+
+
+def check_backend(backend: Any) -> None:
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"backend is {backend!r}; want a name or None")
 
 
 def check_cumulative(name: str, values: Sequence[int], total: int) -> None:
@@ -286,12 +302,21 @@ def check_longest(name: str, lengths: Sequence[int], most: int) -> None:
 def _check_tensor(name: str, tensor: Any) -> None:
     if not (hasattr(tensor, "shape") and hasattr(tensor, "dtype") and hasattr(tensor, "device")):
         raise TypeError(f"{name} is of type {type(tensor).__name__}; want a torch.Tensor")
+    # A NumPy array has all of these, but no layout.
+    layout = str(getattr(tensor, "layout", type(tensor).__name__))
+    if layout != "torch.strided":
+        raise TypeError(f"{name} has the layout {layout}; want a strided torch.Tensor")
 
 
-def _real(name: str, value: float) -> float:
+def _is_finite(name: str, value: float) -> bool:
     if isinstance(value, bool) or not hasattr(value, "__float__"):
         raise TypeError(f"{name} is {value!r}; want a number")
-    return value
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond the floats
+        return False
+    except (TypeError, ValueError, RuntimeError) as error:  # a tensor of several elements
+        raise TypeError(f"{name} is {value!r}; want a number") from error
 
 
 def _shape(tensor: Any) -> str:
