@@ -97,7 +97,7 @@ def _result(outcome: Outcome) -> Table:
     runs = len(outcome.stock_seconds)
     facts.add_row("Time", f"{_time(stock)} padded: {outcome.model.stock_name}")
     facts.add_row("", f"{_time(ours)} packed: tilewright.attention_varlen")
-    facts.add_row("", f"packed {_compare(stock, ours)} (medians of {runs} runs each, alternating)")
+    facts.add_row("", f"packed {_compare(stock, ours)} (medians of {runs} alternating runs)")
     explanation = outcome.explanation
     facts.add_row("Path", f"{explanation.backend}: {explanation.summary}")
     for name, reason in explanation.rejected.items():
