@@ -55,6 +55,13 @@ def bert(**changes: Any) -> Pair:
     return pair("BertModel", config)
 
 
+def modernbert(**changes: Any) -> Pair:
+    settings = {"local_attention": 6, "global_attn_every_n_layers": 2, "pad_token_id": 0}
+    settings |= {"cls_token_id": 1, "sep_token_id": 2, "bos_token_id": 1, "eos_token_id": 2}
+    config = transformers.ModernBertConfig(**SIZES, **settings, **changes)
+    return pair("ModernBertModel", config)
+
+
 def llama(**changes: Any) -> Pair:
     return pair("LlamaForCausalLM", transformers.LlamaConfig(**DECODER, **changes))
 
@@ -107,7 +114,7 @@ def gradients(model: Any, weights: Tensor, **inputs: Any) -> dict[str, Tensor]:
     return {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
 
 
-@pytest.mark.parametrize("make", [bert, *DECODERS])
+@pytest.mark.parametrize("make", [bert, modernbert, *DECODERS])
 @pytest.mark.parametrize("padded", [False, True])
 def test_model_agrees_with_eager(make: Callable[..., Pair], padded: bool) -> None:
     eager, ours = make()
@@ -198,7 +205,7 @@ def test_packed_sequences_do_not_see_each_other(make: Callable[..., Pair], how: 
     assert_close(run(ours, **inputs), torch.cat(alone, dim=1), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("make", [bert, *DECODERS])
+@pytest.mark.parametrize("make", [bert, modernbert, *DECODERS])
 def test_padded_queries_are_left_out(make: Callable[..., Pair]) -> None:
     """Every layer's attention returns 0 for them, and reads nothing there."""
     _, ours = make()
@@ -346,6 +353,22 @@ class TestAttentionForward:
             integration.attention_forward(
                 Recorder(), *self.operands(), seen, cu_seq_lens_q=ends, max_length_q=12
             )
+
+
+def test_model_with_an_attention_of_its_own_is_told_so() -> None:
+    config = transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4)
+    _, ours = pair("BloomModel", config)
+    with pytest.raises(NotImplementedError, match="attn_implementation='sdpa' or 'eager'"):
+        run(ours, input_ids=tokens())
+
+
+def test_position_bias_is_refused() -> None:
+    config = transformers.T5Config(
+        vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4
+    )
+    _, ours = pair("T5EncoderModel", config)
+    with pytest.raises(NotImplementedError, match="position_bias|its attention mask"):
+        run(ours, input_ids=tokens())
 
 
 def test_training_with_attention_dropout_is_refused() -> None:

@@ -217,9 +217,18 @@ def test_remapped_positions_without_packing_are_refused() -> None:
         visibility(1, 4, 4, mask_function=function)
 
 
-def test_model_that_indexes_its_mask_is_told_so() -> None:
-    with pytest.raises(NotImplementedError, match="indexes its attention mask"):
-        visibility(1, 4, 4)[:, :, :, :2]
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda mask: mask[:, :, :, :2],
+        lambda mask: torch.zeros(1, 1, 4, 4) + mask,
+        lambda mask: mask + torch.zeros(1, 1, 4, 4),
+        lambda mask: torch.where(mask, 0.0, 1.0),
+    ],
+)
+def test_model_that_computes_with_its_mask_is_told_so(use: Callable[[Any], Any]) -> None:
+    with pytest.raises(NotImplementedError, match="computes with its attention mask"):
+        use(visibility(1, 4, 4))
 
 
 def test_square_padding_mask_is_refused() -> None:

@@ -19,6 +19,11 @@ from transformers import masking_utils as hf
 
 from tilewright.masks import Mask
 
+_NO_TENSOR = (
+    "the model computes with its attention mask, which 'tilewright' holds as lengths; want "
+    "attn_implementation='sdpa' or 'eager' for this model"
+)
+
 
 @dataclass(frozen=True)
 class Side:
@@ -82,12 +87,14 @@ class Visibility:
         return self.lengths[0]
 
     def __getitem__(self, index: Any) -> Any:
-        raise NotImplementedError(
-            "the model indexes its attention mask, which 'tilewright' holds as lengths; want "
-            "attn_implementation='sdpa' or 'eager' for this model"
-        )
+        raise NotImplementedError(_NO_TENSOR)
+
+    @classmethod
+    def __torch_function__(cls, *call: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(_NO_TENSOR)
 
 
+@torch.compiler.disable  # it looks into tensors and closures, which no graph can hold
 def visibility(
     batch_size: int,
     q_length: int,
