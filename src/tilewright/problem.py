@@ -153,7 +153,7 @@ def check_scoring(
     for side, bound in zip(("left", "right"), window, strict=True):
         if bound is None:
             continue
-        if isinstance(bound, (bool, float)) or not hasattr(bound, "__index__"):
+        if not _is_integer(bound):
             raise TypeError(f"window's {side} bound is {bound!r}; want an integer or None")
         if bound < -1:
             raise ValueError(
@@ -232,7 +232,7 @@ def check_new_rows(k_new: Any, v_new: Any, k_cache: Any, v_cache: Any, q: Any) -
 def check_count(name: str, value: int | None, least: int) -> None:
     if value is None:
         return
-    if isinstance(value, (bool, float)) or not hasattr(value, "__index__"):
+    if not _is_integer(value):
         raise TypeError(f"{name} is {value!r}; want an integer")
     if value < least:
         raise ValueError(f"{name} is {value}; want {least} or more")
@@ -308,8 +308,14 @@ def _check_tensor(name: str, tensor: Any) -> None:
         raise TypeError(f"{name} has the layout {layout}; want a strided torch.Tensor")
 
 
+def _is_integer(value: Any) -> bool:
+    # torch.compile traces a symbolic integer through isinstance, but not through hasattr.
+    return not isinstance(value, bool) and (isinstance(value, int) or hasattr(value, "__index__"))
+
+
 def _is_finite(name: str, value: float) -> bool:
-    if isinstance(value, bool) or not hasattr(value, "__float__"):
+    is_number = isinstance(value, (int, float)) or hasattr(value, "__float__")
+    if isinstance(value, bool) or not is_number:
         raise TypeError(f"{name} is {value!r}; want a number")
     try:
         return math.isfinite(value)
