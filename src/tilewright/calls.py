@@ -29,7 +29,7 @@ class Options(NamedTuple):
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Call:
-    q, k, v = _autocast(q, k, v)
+    q, k, v = _autocast(q, q, k, v)
     checks.check_qkv(q, k, v, ranks=(4, 4), names=("k", "v"))
     checks.check_same_batch("k", k, q.shape[0])
     return _call(q, k, v, options, [None] * 5, [q.shape[1], k.shape[1]])
@@ -43,7 +43,7 @@ def varlen(
     longest: tuple[int | None, int | None],
     options: Options,
 ) -> Call:
-    q, k, v = _autocast(q, k, v)
+    q, k, v = _autocast(q, q, k, v)
     checks.check_qkv(q, k, v, ranks=(3, 3), names=("k", "v"))
     cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = layout
     checks.check_lengths_tensor("cu_seqlens_q", cu_seqlens_q, None, q)
@@ -68,7 +68,7 @@ def decode(
     options: Options,
 ) -> Call:
     """`layout` holds cache_seqlens and block_table."""
-    (q,) = _autocast(q)
+    (q,) = _autocast(k_cache, q)
     cache_seqlens, block_table = layout
     checks.check_count("num_splits", num_splits, least=1)
     checks.check_qkv(q, k_cache, v_cache, ranks=(4, 4), names=("k_cache", "v_cache"))
@@ -133,7 +133,7 @@ def check_append(
         raise ValueError(f"{missing} is None and {there} is not; want both or neither")
     if cache_seqlens is None:
         raise ValueError("cache_seqlens is None; want (batch,) lengths to write k_new after")
-    k_new, v_new = _autocast(k_new, v_new)
+    k_new, v_new = _autocast(call.k, k_new, v_new)
     checks.check_new_rows(k_new, v_new, call.k, call.v, call.q)
     named = {"k_cache": call.k, "v_cache": call.v, "k_new": k_new, "v_new": v_new}
     for name, tensor in named.items():
@@ -199,18 +199,20 @@ def _refuse_transforms(call: Call) -> None:
         )
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast, cast as PyTorch's own attention does: all floating inputs but float64."""
-    if not isinstance(tensors[0], Tensor):
+def _autocast(like: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast tensors that differ from `like` if autocast is on, so that they are not refused.
+
+    What arrives with one dtype is left to the operator, which is told of autocast by PyTorch.
+    """
+    if not all(isinstance(x, Tensor) for x in (like, *tensors)):
         return tensors
-    device = tensors[0].device.type
+    if all(x.dtype == like.dtype for x in tensors):
+        return tensors
+    device = like.device.type
     # PyTorch raises where a device has no autocast at all, such as "meta".
     if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(
-        x.to(dtype)
-        if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
-        else x
-        for x in tensors
+        x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors
     )

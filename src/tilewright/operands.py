@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Operands:
+class Operands(NamedTuple):
     """Tensors that an attention call reads. A field that the call does not use is None.
 
     Rows are (batch, seqlen, heads, dim); with `cu_seqlens_*` (total, heads, dim); with

@@ -54,6 +54,13 @@ class AttentionProblem:
     deterministic: bool = False
     num_splits: int | None = None
 
+    def __post_init__(self) -> None:
+        # A problem is looked up several times a call; hashing it each time would show.
+        object.__setattr__(self, "_hash", hash(tuple(vars(self).values())))
+
+    def __hash__(self) -> int:
+        return vars(self)["_hash"]
+
     def with_lengths(self, batch: int, seqlen_q: int, seqlen_k: int) -> AttentionProblem:
         """The dense problem of `batch` sequences of this call that share their lengths."""
         return replace(

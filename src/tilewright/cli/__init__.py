@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from tilewright import __version__
+from tilewright.cli.bench import bench
 from tilewright.cli.demo import demo
 from tilewright.cli.doctor import doctor
 
@@ -19,6 +20,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(doctor)
+app.command()(bench)
 
 
 def _print_version(is_asked: bool) -> None:

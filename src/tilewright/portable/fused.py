@@ -74,19 +74,20 @@ def forward(
     The kernel multiplies the weight 0 of a hidden key with that key's value, and 0 * NaN is NaN.
     The last row sees every key of its piece, so a value that is not finite shows there.
     """
-    heads_first = _for_kernel(q, k, v)
+    dim_v, scale = v.shape[-1], problem.scoring.scale
+    q, k, v = _for_kernel(q, k, v)
     parts = []
     for piece in pieces(problem):
-        out, lse = _forward(
-            *_cut(piece, *heads_first), 0.0, piece.is_causal, scale=problem.scoring.scale
-        )
+        out, lse = _forward(*_cut(piece, q, k, v), 0.0, piece.is_causal, scale=scale)
         if piece.is_causal and _is_spoilt(out[:, :, -1]):
             return None
-        parts.append((out.transpose(1, 2)[..., : v.shape[-1]], lse))
+        out = out.transpose(1, 2)
+        parts.append((out if out.shape[-1] == dim_v else out[..., :dim_v], lse))
     out, lse = reduce(merge, parts)
-    return _with_empty_rows(out, 1, q.shape[1], 0.0), _with_empty_rows(
-        lse, 2, q.shape[1], -math.inf
-    )
+    if out.shape[1] < problem.seqlen_q:
+        out = _with_empty_rows(out, 1, problem.seqlen_q, 0.0)
+        lse = _with_empty_rows(lse, 2, problem.seqlen_q, -math.inf)
+    return out, lse
 
 
 def backward(
@@ -98,7 +99,8 @@ def backward(
     the whole output, so the pieces' gradients add up.
     """
     heads_first = _for_kernel(q, k, v)
-    out, dout = (_padded(x, heads_first[0].shape[-1]) for x in (saved.out, saved.dout))
+    dim, dtype = heads_first[0].shape[-1], heads_first[0].dtype
+    out, dout = (_padded(x, dim, dtype) for x in (saved.out, saved.dout))
     parts = []
     for piece in pieces(problem):
         rows = slice(piece.row, None)
@@ -127,13 +129,14 @@ def backward(
 
 def _for_kernel(*operands: Tensor) -> list[Tensor]:
     """(batch, heads, seqlen, dim) of one head dim, in the kernel's dtype."""
-    dim = max(x.shape[-1] for x in operands)
-    return [_padded(x, dim).transpose(1, 2) for x in operands]
+    dim = max([x.shape[-1] for x in operands])
+    dtype = _kernel_dtype(operands[0].dtype)
+    return [_padded(x, dim, dtype).transpose(1, 2) for x in operands]
 
 
-def _padded(x: Tensor, dim: int) -> Tensor:
+def _padded(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     """Zeros after the head dim change neither a score nor the columns that are kept."""
-    x = x.to(_kernel_dtype(x.dtype))
+    x = x.to(dtype)
     if x.shape[-1] < dim:
         return pad(x, (0, dim - x.shape[-1]))
     # The kernel takes the last stride to be 1 without looking.

@@ -8,8 +8,7 @@ but costs 25 us a call, and 120 us with gradients, where this costs 10 and 25.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -90,8 +89,7 @@ def _plan(
 def _attend(*args: Any) -> tuple[Tensor, Tensor]:
     call = Call(*args)
     problem, backend = call.plan()
-    with _without_autocast(call.q):
-        out, lse = backend.forward(problem, call.operands)
+    out, lse = backend.forward(problem, call.operands)
     return out.contiguous(), lse.contiguous()
 
 
@@ -116,8 +114,7 @@ def _attend_backward(
     call = Call(*args)
     problem, backend = call.plan()
     saved = Saved(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
-    with _without_autocast(call.q):
-        grads = backend.backward(problem, call.operands, saved, needs)
+    grads = backend.backward(problem, call.operands, saved, needs)
     return [
         x.contiguous() if need and x is not None else out.new_empty(0)
         for x, need in zip((grads.q, grads.k, grads.v, grads.sink), needs, strict=True)
@@ -213,11 +210,21 @@ def _append_kv(
     portable.append_rows((k_cache, v_cache), (k_new, v_new), cache_seqlens, block_table)
 
 
-def _without_autocast(q: Tensor) -> Any:
-    """The operands have their dtype; autocast must not reach into the float32 arithmetic."""
-    if not torch.is_autocast_enabled(q.device.type):
-        return nullcontext()
-    return torch.autocast(q.device.type, enabled=False)
+def _attend_autocast(device: str, *args: Any) -> tuple[Tensor, Tensor]:
+    """Cast as PyTorch's own attention does: q, k and v, unless they are float64.
+
+    Below, autocast is off: it must not reach into arithmetic that has its dtype for a reason.
+    """
+    call = Call(*args)
+    dtype = torch.get_autocast_dtype(device)
+    q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (call.q, call.k, call.v))
+    with torch.autocast(device, enabled=False):
+        return attend(*call._replace(q=q, k=k, v=v))
+
+
+def _attend_backward_autocast(device: str, *args: Any) -> list[Tensor]:
+    with torch.autocast(device, enabled=False):
+        return attend_backward(*args)
 
 
 def _register() -> torch.library.Library:
@@ -244,6 +251,9 @@ def _register() -> torch.library.Library:
         torch.library.register_fake(f"tilewright::{name}", fake, lib=library)
     library.impl("attend", _attend_autograd, "Autograd")
     library.impl("attend_backward", _attend_backward_autograd, "Autograd")
+    for device, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
+        library.impl("attend", partial(_attend_autocast, device), key)
+        library.impl("attend_backward", partial(_attend_backward_autocast, device), key)
     return library
 
 

@@ -1,0 +1,1 @@
+"""What `tilewright bench` runs: cases, contenders, alternating timing, a table."""
