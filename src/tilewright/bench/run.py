@@ -57,8 +57,13 @@ class Row:
         return self.timings["sdpa"].median / self.timings[name].median
 
 
-def run(cases: Sequence[Case], on_case: Callable[[Case], None]) -> Iterator[Row]:
-    """Time each case, forward and forward with backward; `on_case` is told before each."""
+def run(
+    cases: Sequence[Case], on_case: Callable[[Case], None], seconds: float = 4.0
+) -> Iterator[Row]:
+    """Time each case, forward and forward with backward; `on_case` is told before each.
+
+    `seconds` is about how long each contender runs in each.
+    """
     for case in cases:
         on_case(case)
         torch.manual_seed(0)
@@ -68,7 +73,7 @@ def run(cases: Sequence[Case], on_case: Callable[[Case], None]) -> Iterator[Row]
             "sdpa again": contenders.sdpa(case),
         }
         for direction, method in PASSES.items():
-            timings = alternate({name: getattr(way, method) for name, way in ways.items()})
+            timings = alternate({name: getattr(way, method) for name, way in ways.items()}, seconds)
             yield Row(case, direction, timings)
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 MIN_ROUNDS, MAX_ROUNDS = 5, 60
-BUDGET_S = 4.0  # of one contender in one case
 
 
 @dataclass(frozen=True)
@@ -20,14 +19,16 @@ class Timing:
     high: float  # third quartile
 
 
-def alternate(contenders: dict[str, Callable[[], None]]) -> dict[str, Timing]:
+def alternate(contenders: dict[str, Callable[[], None]], seconds: float = 4.0) -> dict[str, Timing]:
     """Run the contenders in turns, so that the machine's drift meets all of them alike.
+
+    `seconds` is about how long each of them runs in all, within the bounds on the rounds.
 
     Each round starts with another contender: whoever runs first after somebody else finds the
     caches and the allocator as that one left them.
     """
     first = {name: _milliseconds(run) for name, run in contenders.items()}
-    rounds = int(BUDGET_S * 1e3 / max(first.values()))
+    rounds = int(seconds * 1e3 / max(first.values()))
     rounds = min(max(rounds, MIN_ROUNDS), MAX_ROUNDS)
     times: dict[str, list[float]] = {name: [] for name in contenders}
     names = list(contenders)

@@ -22,6 +22,7 @@ def bench(
     ] = "",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16; both by default.")] = "",
     longest: Annotated[int, typer.Option(help="Leave out sequences longer than this.")] = 8192,
+    seconds: Annotated[float, typer.Option(help="About how long each way runs in a case.")] = 4.0,
     out: Annotated[
         Path | None, typer.Option(help="Write results.jsonl and README.md into this folder.")
     ] = None,
@@ -50,7 +51,7 @@ def bench(
             what = f"{case.group} {case.dtype} {case.mask} {case.seqlen_q}x{case.seqlen_k}"
             progress.update(task, advance=1, description=what)
 
-        rows = list(runner.run(chosen, on_case))
+        rows = list(runner.run(chosen, on_case, seconds))
     machine = _machine()
     if out is not None:
         _write(out, machine, rows)
