@@ -138,6 +138,18 @@ def test_bad_lengths_are_named_when_the_compiled_call_runs() -> None:
         fast(q, bad)
 
 
+def test_a_compiled_append_past_the_end_writes_nothing() -> None:
+    q, k, v = random_qkv(2, 1, 8)
+    new = random_qkv(2, 1, 1)[1]
+    fast = compiled(lambda lengths: attention_decode(q, k, v, cache_seqlens=lengths, **rows))
+    rows = {"k_new": new, "v_new": new}
+    fast(torch.tensor([2, 7], dtype=torch.int32))
+    before = k.clone(), v.clone()
+    with pytest.raises(ValueError, match=r"cache_seqlens\[1\] is 8, and 1 new rows make 9"):
+        fast(torch.tensor([2, 8], dtype=torch.int32))
+    assert torch.equal(k, before[0]) and torch.equal(v, before[1])
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_the_default_compiler() -> None:
