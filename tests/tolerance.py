@@ -61,7 +61,10 @@ def assert_error_within(
     dtype = got[0].dtype
     arithmetic = torch.promote_types(dtype, torch.float32)
     units = torch.finfo(dtype).eps + torch.finfo(arithmetic).eps * largest_logit
-    allowed = 2.0 * largest_error(plain, exact) + units * max_of(sizes)
+    plain_error, band = largest_error(plain, exact), units * max_of(sizes)
+    allowed = 2.0 * plain_error + band
+    if dtype == torch.float64:  # `exact` is as far from the truth as plain attention is
+        allowed += plain_error + band
     error = largest_error(got, exact)
     assert error <= allowed, f"{name} is off by {error:.3e}, allowed are {allowed:.3e}"
 
