@@ -5,6 +5,7 @@ Shapes follow FlashAttention: rows before heads, (batch, seqlen, heads, dim).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from tilewright.dispatch import Explanation
 from tilewright.torch_ops import Call
 
 Result = Tensor | tuple[Tensor, Tensor]
+
+_ONLY_OF_DECODE = {"cache_seqlens", "block_table", "k_new", "v_new", "num_splits"}
 
 
 def attention(
@@ -186,15 +189,19 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Expla
     """Say which backend a call would take, and why each other one would not.
 
     Takes what `attention`, `attention_varlen` or `attention_decode` take; it is a varlen call if it
-    has `cu_seqlens_q`, by position or by name, and a decode call if it has `cache_seqlens` or
-    `block_table`. Nothing is computed or written.
+    has `cu_seqlens_q`, by position or by name, and a decode call if it has one of `cache_seqlens`,
+    `block_table`, `k_new`, `v_new` and `num_splits`. Nothing is computed or written.
 
     Raises: what the call itself would raise.
     """
+    is_varlen = bool(args) or "cu_seqlens_q" in kwargs
+    is_decode = not _ONLY_OF_DECODE.isdisjoint(kwargs)
+    function = attention_varlen if is_varlen else attention_decode if is_decode else attention
+    inspect.signature(function).bind(q, k, v, *args, **kwargs)  # raises as the call would
     kwargs.pop("return_lse", None)
-    if args or "cu_seqlens_q" in kwargs:
+    if is_varlen:
         call = _varlen_to_explain(q, k, v, *args, **kwargs)
-    elif "cache_seqlens" in kwargs or "block_table" in kwargs:
+    elif is_decode:
         call = _decode_to_explain(q, k, v, **kwargs)
     else:
         call = calls.dense(q, k, v, Options(**kwargs))
