@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tests.paths import Results, by_formula
 from tests.problems import Batch, OneSequence, scoring
+from tilewright.portable.fused import arithmetic_dtype
 from tilewright.reference.forward import (
     log_denominator,
     masked_logits,
@@ -30,7 +31,7 @@ def assert_accurate(got: Results, batch: Batch, **options: Any) -> None:
     """Hold every result and gradient of a call to the rule of accuracy."""
     exact = by_formula(batch, torch.float64, **options)
     plain = by_formula(batch, batch.dtype, **options)
-    arithmetic = torch.promote_types(batch.dtype, torch.float32)
+    arithmetic = arithmetic_dtype(batch.dtype)
     if arithmetic != batch.dtype:  # lse comes in the arithmetic's dtype, and is judged in that
         plain.lse = by_formula(batch, arithmetic, **options).lse
     sizes, largest_logit = sizes_of_terms(batch, options)

@@ -130,7 +130,7 @@ def backward(
 def _for_kernel(*operands: Tensor) -> list[Tensor]:
     """(batch, heads, seqlen, dim) of one head dim, in the kernel's dtype."""
     dim = max([x.shape[-1] for x in operands])
-    dtype = _kernel_dtype(operands[0].dtype)
+    dtype = arithmetic_dtype(operands[0].dtype)
     return [_padded(x, dim, dtype).transpose(1, 2) for x in operands]
 
 
@@ -144,8 +144,11 @@ def _padded(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
 
 
 @lru_cache
-def _kernel_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32 in place of the half precisions: faster and more exact, unless the CPU has AMX."""
+def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What the kernel is given: float32 in place of the half precisions, unless the CPU has AMX.
+
+    Without AMX float32 is faster, and more exact; with it three times slower (docs/portable.md).
+    """
     if dtype.itemsize > 2 or torch.cpu._is_amx_tile_supported():
         return dtype
     return torch.float32
