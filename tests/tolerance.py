@@ -45,6 +45,19 @@ def assert_accurate(got: Results, batch: Batch, **options: Any) -> None:
         assert_error_within(name, tensors, want, reference, size, largest_logit)
 
 
+def assert_forward_accurate(out: Tensor, lse: Tensor, batch: Batch, **options: Any) -> None:
+    """The rule for out (batch, rows, heads, dim) and lse (batch, heads, rows), on the CPU."""
+    if batch.dtype == torch.float64:  # where plain attention would be the oracle itself
+        batch, out, lse = batch.to(torch.float32), out.float(), lse.float()
+    exact = by_formula(batch, torch.float64, **options)
+    plain, plain_lse = (
+        by_formula(batch, t, **options) for t in (batch.dtype, arithmetic_dtype(batch.dtype))
+    )
+    sizes, logit = sizes_of_terms(batch, options)
+    assert_error_within("out", list(out), exact.out, plain.out, sizes.out, logit)
+    assert_error_within("lse", [x.T for x in lse], exact.lse, plain_lse.lse, sizes.lse, logit)
+
+
 def assert_error_within(
     name: str,
     got: list[Tensor],

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.paths import Path, by_formula
 from tests.problems import Batch, OneSequence, random_batch, random_qkv
-from tests.tolerance import assert_error_within, sizes_of_terms
+from tests.tolerance import assert_forward_accurate
 from tilewright import attention_decode
 
 CAPACITY = 24
@@ -106,14 +106,6 @@ def test_appended_rows_are_written_in_place_and_attended_to(
     assert_forward_accurate(out.cpu(), lse.cpu(), batch, causal=True)
 
 
-def assert_forward_accurate(out: Tensor, lse: Tensor, batch: Batch, **options: Any) -> None:
-    exact, plain = (by_formula(batch, t, **options) for t in (torch.float64, torch.float32))
-    sizes, logit = sizes_of_terms(batch, options)
-    results = {"out": list(out), "lse": [x.T for x in lse]}
-    for name, got in results.items():
-        assert_error_within(name, got, *(getattr(x, name) for x in (exact, plain, sizes)), logit)
-
-
 @pytest.mark.parametrize("layout", ["contiguous", "paged"])
 @pytest.mark.parametrize("where", ["first", "last"])
 def test_an_append_past_the_end_writes_nothing(device: str, layout: str, where: str) -> None:
@@ -172,13 +164,7 @@ def test_split_keys_give_the_unsplit_result_within_rounding(
         backend=tiled_path.backend,
         **options,
     )
-    exact = by_formula(batch, torch.float64, **options)
-    plain = by_formula(batch, dtype, **options)
-    plain.lse = by_formula(batch, torch.float32, **options).lse
-    sizes, logit = sizes_of_terms(batch, options)
-    assert_error_within("out", list(out.cpu()), exact.out, plain.out, sizes.out, logit)
-    lses = [x.T for x in lse.cpu()]
-    assert_error_within("lse", lses, exact.lse, plain.lse, sizes.lse, logit)
+    assert_forward_accurate(out.cpu(), lse.cpu(), batch, **options)
 
 
 @pytest.mark.parametrize("splits", [2, 5])

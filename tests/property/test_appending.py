@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.layouts import place
-from tests.paths import by_formula
 from tests.problems import Batch
 from tests.property.strategies import batches, options
-from tests.tolerance import assert_error_within, sizes_of_terms
+from tests.tolerance import assert_forward_accurate
 from tilewright import attention_decode
 
 
@@ -44,18 +43,4 @@ def test_append_then_attend(
     for cache, want in zip(caches, whole, strict=True):
         assert torch.equal(torch.isnan(cache), torch.isnan(want))
         assert torch.equal(torch.nan_to_num(cache), torch.nan_to_num(want))
-    assert_forward_accurate(out, lse, batch, asked)
-
-
-def assert_forward_accurate(
-    out: torch.Tensor, lse: torch.Tensor, batch: Batch, asked: dict[str, Any]
-) -> None:
-    """In float32 and less; float64 has no plain attention that is less exact than the oracle."""
-    if batch.dtype == torch.float64:
-        batch, out, lse = batch.to(torch.float32), out.float(), lse.float()
-    exact = by_formula(batch, torch.float64, **asked)
-    plain, plain_lse = (by_formula(batch, t, **asked) for t in (batch.dtype, torch.float32))
-    sizes, logit = sizes_of_terms(batch, asked)
-    assert_error_within("out", list(out), exact.out, plain.out, sizes.out, logit)
-    lses = [x.T for x in lse]
-    assert_error_within("lse", lses, exact.lse, plain_lse.lse, sizes.lse, logit)
+    assert_forward_accurate(out, lse, batch, **asked)
