@@ -1,0 +1,54 @@
+"""Emulate an exported kernel: its PTX, its host function, tensors in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .chip import chip_for
+from .counters import Counters
+from .host import Host
+from .machine import Machine, Options
+from .parse import parse
+
+
+@dataclass
+class Result:
+    """What one call did: counters of each launch, and reports of what was wrong but not fatal."""
+
+    launches: list[Counters] = field(default_factory=list)
+    reports: list[str] = field(default_factory=list)
+
+
+class Emulator:
+    """A compiled CuTe DSL function that runs on the CPU.
+
+    `ptx` is the text of the PTX module and `object_path` the object that `export_to_c` wrote.
+    Calling it takes the arguments of the function, tensors in host memory (numpy or torch), and
+    returns a Result. Raises InvalidPtx or ValueError for input that does not fit, and the
+    EmulationError that names the fault where the kernel does something wrong.
+    """
+
+    def __init__(self, ptx: str, object_path: str | Path, arch: str, options: Options | None = None,
+                 progress: Callable[[str], None] | None = None):  # fmt: skip
+        self.chip = chip_for(arch)
+        self.kernels = parse(ptx)
+        for kernel in self.kernels.values():
+            if kernel.target != arch:
+                raise ValueError(f"the PTX is for {kernel.target}, not for {arch}")
+        self.options = options or Options()
+        self.progress = progress or (lambda line: None)
+        self.host = Host(object_path, self.chip, self.kernels)
+
+    def __call__(self, *arguments: Any) -> Result:
+        launches, tensors = self.host.call(*arguments)
+        result = Result()
+        for launch in launches:
+            self.progress(f"{launch.kernel}: grid {launch.grid}, block {launch.block}")
+            machine = Machine(self.kernels[launch.kernel], launch, tensors, self.chip, self.options)
+            result.launches.append(machine.run())
+            if machine.races:
+                result.reports += machine.races.reports
+        return result
