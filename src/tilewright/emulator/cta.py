@@ -38,6 +38,7 @@ class CTA:
         self.shared_origin = (rank << RANK_SHIFT) + SHARED_BASE
         self.tensor_memory = self.machine.new_tensor_memory(self)
         self.local = np.zeros((self.threads, max(kernel.local_bytes, 1)), np.uint8)
+        self.register_budgets: dict[int, int] = {}  # warp -> registers a thread after setmaxnreg
         self.bounds: dict[int, dict[int, Bound]] = {pc: {} for pc in self.machine.blocks}
         self._whole: dict[int, set[int]] = {32: set(), 64: set(), 128: set()}
 
@@ -51,7 +52,7 @@ class CTA:
         self.polled: dict[int, int] = {}
         self.timed_out = 0
         self.named_barriers = NamedBarriers(self)
-        self.register_budget = dict.fromkeys(range(0, self.threads, 128), 0)
+        self.register_budgets.clear()
         self.registers.poison()
         self._set_specials()
 

@@ -24,7 +24,8 @@ Effect = Callable[[], Any]
 Bind = Callable[[Instruction, "Lanes"], "Effect | None"]
 
 _FILES = ("integer", "float", "convert", "memory", "atomics", "control", "warp", "barriers",
-          "wgmma", "tma", "bulk")  # fmt: skip
+          "wgmma", "tma", "bulk",
+          "tcgen05", "tcgen05_mma")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -7,37 +7,35 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..errors import BarrierMisuse, EmulationError, ResourceMisuse
+from ..errors import EmulationError, ResourceMisuse
 from ..memory import SHARED_WINDOW
 from ..parse import Immediate, Instruction
 from ..registers import Lanes
 from . import Effect, instruction
 
 
-@instruction("setmaxnreg<.inc|.dec>.sync.aligned.u32", together=128, effects=True)
+@instruction("setmaxnreg<.inc|.dec>.sync.aligned.u32", together=32, effects=True)
 def setmaxnreg(ins: Instruction, lanes: Lanes) -> Effect:
-    """9.7.20.5 setmaxnreg: the warpgroup's budget; all budgets together must fit the CTA's pool."""
+    """9.7.20.5 setmaxnreg: a warp's budget; the budgets of all warps must fit the CTA's pool.
+
+    The warps of a warpgroup execute it with one value, perhaps at different places.
+    """
     count = ins.operands[0]
     assert isinstance(count, Immediate)
     if not 24 <= count.bits <= 256 or count.bits % 8:
         raise ResourceMisuse(f"setmaxnreg {count.bits}: wanted 24 to 256 in steps of 8")
-    if lanes.count % 128:
-        raise BarrierMisuse("setmaxnreg by an incomplete warpgroup")
-    cta, grow = lanes.cta, ins.parts[1] == "inc"
-    groups = sorted({int(t) // 128 * 128 for t in lanes.threads})
-    pool = cta.machine.chip.registers
+    budgets, grow = lanes.cta.register_budgets, ins.parts[1] == "inc"
+    pool = lanes.cta.machine.chip.registers
 
     def effect() -> None:
-        for group in groups:
-            old = cta.register_budget[group]
-            if old and (grow != (count.bits >= old)):
+        for warp in lanes.warps:
+            old = budgets.get(warp)
+            if old and grow != (count.bits >= old):
                 raise ResourceMisuse(f"setmaxnreg.{ins.parts[1]} from {old} to {count.bits}")
-            cta.register_budget[group] = count.bits
-        used = 128 * sum(cta.register_budget.values())
-        if used > pool:
-            raise ResourceMisuse(f"setmaxnreg: budgets {list(cta.register_budget.values())} of "
-                                 f"{len(cta.register_budget)} warpgroups need {used} registers, "
-                                 f"the multiprocessor has {pool}")  # fmt: skip
+            budgets[warp] = count.bits
+        if 32 * sum(budgets.values()) > pool:
+            raise ResourceMisuse(f"setmaxnreg: budgets {budgets} of the warps need "
+                                 f"{32 * sum(budgets.values())} registers, there are {pool}")  # fmt: skip
 
     return effect
 
