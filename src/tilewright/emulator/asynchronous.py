@@ -90,6 +90,8 @@ class Groups:
     queue: Queue
     open: list[tuple[Operation, Any]] = field(default_factory=list)  # with the race detector's agent
     committed: deque[list[tuple[Operation, Any]]] = field(default_factory=deque)
+    # wgmma: products in flight by accumulator (first row, first thread)
+    accumulators: dict[tuple[int, int], int] = field(default_factory=dict)
     fenced: bool = False  # wgmma: a fence stands between the last register access and the next mma
 
     def commit(self) -> None:

@@ -144,6 +144,7 @@ class Machine:
             cluster = Cluster(self, x * y * z)
             self._made.append(cluster)
         cluster.start(position)
+        self.counters.ctas += len(cluster.ctas)
         if self.races:
             self.races.start(cluster)
         return cluster

@@ -24,7 +24,7 @@ Effect = Callable[[], Any]
 Bind = Callable[[Instruction, "Lanes"], "Effect | None"]
 
 _FILES = ("integer", "float", "convert", "memory", "atomics", "control", "warp", "barriers",
-          "wgmma", "tma", "bulk",
+          "mma_sync", "wgmma", "tma", "bulk",
           "tcgen05", "tcgen05_mma")  # fmt: skip
 
 

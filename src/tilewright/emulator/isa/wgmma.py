@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ..asynchronous import Groups
 from ..errors import BarrierMisuse, Unsupported
 from ..layouts import wgmma_descriptor
 from ..parse import Immediate, Instruction, Vector
@@ -117,7 +118,7 @@ class _Product:
         self.d, self.d_rows = lanes.rows(d, np.float32)
         if len(self.d_rows) != self.n // 2:
             raise Unsupported(f"{ins.opcode} with {len(self.d_rows)} accumulators")
-        first = int(self.d_rows[0])
+        self.first_row = first = int(self.d_rows[0])
         if (np.diff(self.d_rows) == 1).all():
             self.d_rows = slice(first, first + self.n // 2)
         self.from_registers = isinstance(a, Vector)
@@ -141,27 +142,35 @@ class _Product:
         accumulate = bool(self._at(self.accumulate, lane))
         b = int(self._at(self.b, lane))
         a = 0 if self.from_registers else int(self._at(self.a, lane))
-        pipe = ("wgmma", cta.rank, group, id(cta.cluster))
         base = None
         if not machine.queue.eager:
-            base = self._poison(window, accumulate, machine.queue.pending(pipe))
+            base = self._poison(window, accumulate, groups)
         races = machine.races
         agent = races.issue(cta, 4 * group, "wgmma", range(4 * group, 4 * group + 4)) if races else None
 
         def run() -> None:
             self._run(window, a, b, accumulate, base, agent)
+            if not machine.queue.eager:
+                groups.accumulators[self.first_row, window.start] -= 1
 
+        pipe = ("wgmma", id(cta), group)
         operation = machine.queue.submit(pipe, run, self.place)
         groups.open.append((operation, agent))
         machine.counters.add(4 * group, self.unit, self.flops)
         operand_bytes = self.n * 32 + (0 if self.from_registers else 64 * 32)
         machine.counters.add(4 * group, "shared bytes read by MMA", operand_bytes)
 
-    def _poison(self, window: slice, accumulate: bool, pending: bool) -> np.ndarray | None:
-        """Until its wait, an accumulator holds NaN; returns what it held, where nothing is pending."""
+    def _poison(self, window: slice, accumulate: bool, groups: Groups) -> np.ndarray | None:
+        """Until its wait, an accumulator holds NaN; returns what it held.
+
+        None where products in flight already write it: the pipe keeps their order.
+        """
+        key = (self.first_row, window.start)
+        in_flight = groups.accumulators.get(key, 0)
+        groups.accumulators[key] = in_flight + 1
         values = self.d[self.d_rows, window].copy()
         self.d[self.d_rows, window] = np.nan
-        return values if accumulate and not pending else None
+        return values if accumulate and not in_flight else None
 
     @staticmethod
     def _at(values: np.ndarray, lane: int) -> Any:
