@@ -1,0 +1,65 @@
+"""flash-attn-4's kernels, which nobody here wrote, agree with float64 on the emulator."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch", reason="the peer's Python code needs torch")
+pytest.importorskip("flash_attn.cute", reason="the peer, flash-attn-4, is not installed")
+
+import oracle
+import peers
+import torch
+
+from tilewright.emulator import Options
+
+DIM = 128
+
+
+def _inputs(length: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(1, length, 1, DIM, dtype=torch.bfloat16) for _ in range(4)]
+
+
+def _expected(tensors: list[torch.Tensor], causal: bool) -> tuple[oracle.Attention, oracle.Attention]:
+    heads = [t[0, :, 0] for t in tensors]
+    exact = oracle.attention(*(t.double() for t in heads), causal)
+    return oracle.attention(*heads, causal), exact
+
+
+FORWARD = [("sm_80", 256, True), ("sm_90a", 256, False), ("sm_90a", 256, True),
+           ("sm_100a", 256, True), ("sm_100a", 512, False)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arch", "length", "causal"), FORWARD)
+def test_forward_agrees_with_float64(arch: str, length: int, causal: bool) -> None:
+    q, k, v, dout = _inputs(length)
+    plain, exact = _expected([q, k, v, dout], causal)
+    with peers.flash_attention(arch) as peer:
+        out, lse = peer.forward(q, k, v, causal)
+    oracle.assert_as_exact_as_type(out[0, :, 0], plain.out, exact.out)
+    assert (lse[0, 0].double() - exact.lse).abs().max() < 2e-5  # exp2 by a polynomial on sm_100a
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_backward_agrees_with_float64(arch: str, causal: bool) -> None:
+    q, k, v, dout = _inputs(256)
+    plain, exact = _expected([q, k, v, dout], causal)
+    out = exact.out.to(torch.bfloat16)[None, :, None]
+    with peers.flash_attention(arch) as peer:
+        grads = peer.backward(q, k, v, out, dout, exact.lse.float()[None, None], causal=causal)
+    for grad, name in zip(grads, ("dq", "dk", "dv"), strict=True):
+        oracle.assert_as_exact_as_type(grad[0, :, 0], getattr(plain, name), getattr(exact, name))
+
+
+@pytest.mark.parametrize("options", [Options(schedule="late"), Options(schedule="random", seed=7),
+                                     Options(failing_peeks=True)], ids=str)  # fmt: skip
+def test_schedules_do_not_change_the_result(options: Options) -> None:
+    q, k, v, _ = _inputs(256)
+    results = []
+    for chosen in (Options(), options):
+        with peers.flash_attention("sm_90a", chosen) as peer:
+            results.append(peer.forward(q, k, v, causal=True))
+    for eager, other in zip(*results, strict=True):
+        assert torch.equal(eager, other)
