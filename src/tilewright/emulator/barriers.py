@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .errors import BarrierMisuse
+from .errors import BarrierMisuse, Place
 
 if TYPE_CHECKING:
     from .cta import CTA
@@ -57,6 +57,7 @@ class MBarrier:
     waiters: list[Waiters] = field(default_factory=list)
     clock: Clock | None = None  # of the arrivals in this phase
     released: Clock | None = None  # of all arrivals up to the last completed phase
+    initialised: tuple[int, int, Place | None] = (0, 0, None)  # agent and moment of the init
 
     def arrive(self, count: int) -> int:
         """`count` arrivals; returns the phase that they belong to."""

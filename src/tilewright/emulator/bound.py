@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from operator import length_hint
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .errors import EmulationError
+from .parse import Address
 from .program import Block
 from .registers import Lanes, RegisterFile, registers_of
 
@@ -43,6 +45,8 @@ class Bound:
             if effect is not None:
                 self.effects.append(effect)
                 self.places.append(instruction.place)
+        self.touched = _written_rows(block) if cta.touched is not None else None
+        self.warpgroups = sorted({w // 4 for w in self.lanes.warps})
         self.predicate = None
         if block.predicate is not None:
             self.predicate = self.lanes.read(block.predicate, np.bool_)
@@ -64,6 +68,9 @@ class Bound:
             raise error.at(self.places[index]) from None
         if self.gather:
             self.gather.store()
+        if self.touched is not None:
+            for group in self.warpgroups:
+                self.lanes.cta.touched[group, self.touched] = True
         return passed
 
     def taken(self) -> int:
@@ -78,6 +85,14 @@ class Bound:
     def bits(self, chosen: np.ndarray) -> int:
         """The mask of the lanes for which a boolean array holds."""
         return lane_bits(self.lanes, chosen)
+
+
+def _written_rows(block: Block) -> np.ndarray:
+    """The 32-bit registers that a block writes, wgmma accumulators aside."""
+    firsts = [replace(i, operands=i.operands[:1]) for i in block.instructions
+              if i.operands and not i.opcode.startswith("wgmma")
+              and not isinstance(i.operands[0], Address)]  # fmt: skip
+    return registers_of(firsts).get(32, np.array([], int))
 
 
 def lane_bits(lanes: Lanes, chosen: np.ndarray) -> int:

@@ -26,6 +26,7 @@ class Counters:
     ctas: int = 0
     total: Counter[str] = field(default_factory=Counter)
     roles: dict[str, Counter[str]] = field(default_factory=dict)
+    executed: set[int] = field(default_factory=set)  # PTX lines
     dynamic: dict[int, Counter[str]] = field(default_factory=dict)  # warp -> unit -> amount
 
     def add(self, warp: int, unit: str, amount: int) -> None:
@@ -60,6 +61,7 @@ def collect(counters: Counters, clusters: list[Cluster]) -> Counters:
         for pc, by_mask in cta.bounds.items():
             for bound in by_mask.values():
                 _count_block(bound, pc, warps, visited)
+                counters.executed.update(place.line for place in bound.places if bound.executions)
     roles: dict[frozenset[int], list[int]] = {}
     for warp in sorted(warps):
         roles.setdefault(frozenset(visited.get(warp, ())), []).append(warp)

@@ -37,6 +37,12 @@ class CTA:
         self._scratch: RegisterFile | None = None
         self.shared_origin = (rank << RANK_SHIFT) + SHARED_BASE
         self.tensor_memory = self.machine.new_tensor_memory(self)
+        # 32-bit registers that a warpgroup wrote since its last wgmma.fence: [warpgroup, register]
+        self.touched: np.ndarray | None = None
+        if self.machine.races and any(
+            i.opcode.startswith("wgmma") for i in kernel.instructions
+        ):
+            self.touched = np.zeros((-(-self.threads // 128), kernel.registers[32]), np.bool_)
         self.local = np.zeros((self.threads, max(kernel.local_bytes, 1)), np.uint8)
         self.register_budgets: dict[int, int] = {}  # warp -> registers a thread after setmaxnreg
         self.bounds: dict[int, dict[int, Bound]] = {pc: {} for pc in self.machine.blocks}

@@ -75,7 +75,7 @@ def _fill(block: Block, code: list[Instruction], i: int, leaders: set[int]) -> i
         entry = _lookup(instruction)
         # A block that must run converged, or that may block, starts with that instruction: what
         # stands before it is visible to threads that it may have to wait for.
-        starts_own = entry.blocking or (entry.together > block.together)
+        starts_own = entry.blocking or entry.starts or entry.together > block.together
         if block.instructions and starts_own:
             break
         block.append(instruction, entry)

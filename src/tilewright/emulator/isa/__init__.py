@@ -33,6 +33,7 @@ class Entry:
     """A registered spelling.
 
     `together`: how many neighbouring threads must execute it as one (32: .sync, 128: a warpgroup).
+    `starts`: it begins a basic block of its own.
     `blocking`: its effect returns the mask of lanes that pass; it has parked the others.
     `polls`: a loop over it waits for another thread. `effects`: others can see that it ran.
     `unit`: the functional unit to count it for, `weight` operations a lane.
@@ -42,6 +43,7 @@ class Entry:
     pattern: re.Pattern[str]
     bind: Bind
     together: int = 0
+    starts: bool = False
     blocking: bool = False
     polls: bool = False
     effects: bool = False

@@ -53,7 +53,6 @@ def _apply(ins: Instruction, lanes: Lanes, address: Operand, sources: list[Opera
     machine, shared = lanes.cta.machine, lanes.cta.cluster.shared
     get = shared_addresses(lanes, address) if is_shared else global_addresses(lanes, address)
     values = [np.broadcast_to(lanes.read(o, kind), lanes.count) for o in sources]
-    place = lanes.place
 
     def effect() -> None:
         at = get()
@@ -71,8 +70,6 @@ def _apply(ins: Instruction, lanes: Lanes, address: Operand, sources: list[Opera
                 view[i] = operation(old, *(v[lane] for v in values))
                 if d is not None:
                     d[lane] = old
-        if machine.races:
-            machine.races.atomic(lanes, at, kind.itemsize, is_shared, place)
 
     return effect
 
@@ -112,7 +109,7 @@ def red_shared(ins: Instruction, lanes: Lanes) -> Effect:
 def red_global(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.13.13 red.global: no result; vectors are one reduction an element."""
     sources = lanes.vector(ins.operands[1])
-    kind, machine, place = _element(ins), lanes.cta.machine, lanes.place
+    kind, machine = _element(ins), lanes.cta.machine
     packed = 2 if "x2" in ins.opcode else 1
     if _name(ins) != "add":
         if len(sources) > 1 or packed > 1:
@@ -129,7 +126,5 @@ def red_global(ins: Instruction, lanes: Lanes) -> Effect:
             view = machine.memory.view(tensor, kind.itemsize).view(kind)
             index = (offsets // kind.itemsize)[:, None] + np.arange(elements.shape[1])
             np.add.at(view, index, elements[chosen])
-        if machine.races:
-            machine.races.atomic(lanes, at, size, False, place)
 
     return effect

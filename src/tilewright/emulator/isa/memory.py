@@ -123,7 +123,7 @@ def _load_shared(lanes: Lanes, addresses: Any, kind: np.dtype, count: int,
     return effect
 
 
-@instruction("ld" + _ORDER + ".global{.nc}" + _CACHE + _VECTORS + _TYPES, unit="global load",
+@instruction("ld{.weak}.global{.nc}" + _CACHE + _VECTORS + _TYPES, unit="global load",
              weight=bytes_moved)  # fmt: skip
 def ld_global(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.9.8, 9.7.9.9 ld.global: bounds are those of the tensor that the address lies in."""
@@ -134,25 +134,19 @@ def ld_global(ins: Instruction, lanes: Lanes) -> Effect:
              + _TYPES, unit="global load", weight=bytes_moved, polls=True)  # fmt: skip
 def ld_global_polled(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.9.8 ld.acquire, ld.relaxed, ld.volatile: may be a loop's look at another CTA's flag."""
-    return _load_global(ins, lanes, global_addresses(lanes, ins.operands[1]),
-                        acquire="acquire" in ins.parts)  # fmt: skip
+    return _load_global(ins, lanes, global_addresses(lanes, ins.operands[1]))
 
 
-def _load_global(ins: Instruction, lanes: Lanes, addresses: Any, acquire: bool = False) -> Effect:
+def _load_global(ins: Instruction, lanes: Lanes, addresses: Any) -> Effect:
     kind, count = type_of(ins.parts[-1]), count_of(ins)
     destinations, memory = _destinations(ins, lanes), lanes.cta.machine.memory
-    unit, place, races = kind.itemsize, lanes.place, lanes.cta.machine.races
+    unit = kind.itemsize
 
     def effect() -> None:
-        at = addresses()
-        for chosen, tensor, offsets in memory.parts(at, unit * count):
+        for chosen, tensor, offsets in memory.parts(addresses(), unit * count):
             view, index = memory.view(tensor, unit).view(kind), offsets // unit
             for i, d in enumerate(destinations):
                 d[chosen] = view[index + i]
-        if races:
-            races.global_access(lanes, at, unit * count, False, place)
-            if acquire:
-                races.acquire_global(lanes, at)
 
     return effect
 
@@ -198,18 +192,12 @@ def st_global(ins: Instruction, lanes: Lanes) -> Effect:
     kind, count = type_of(ins.parts[-1]), count_of(ins)
     addresses, sources = global_addresses(lanes, ins.operands[0]), _sources(ins, lanes)
     memory, unit = lanes.cta.machine.memory, kind.itemsize
-    place, races, release = lanes.place, lanes.cta.machine.races, "release" in ins.parts
 
     def effect() -> None:
-        at = addresses()
-        for chosen, tensor, offsets in memory.parts(at, unit * count):
+        for chosen, tensor, offsets in memory.parts(addresses(), unit * count):
             view, index = memory.view(tensor, unit).view(kind), offsets // unit
             for i, source in enumerate(sources):
                 view[index + i] = source[chosen] if len(source) > 1 else source
-        if races:
-            races.global_access(lanes, at, unit * count, True, place)
-            if release:
-                races.release_global(lanes, at)
 
     return effect
 
@@ -276,7 +264,7 @@ def ld_generic(ins: Instruction, lanes: Lanes) -> Effect:
     addresses, destinations = global_addresses(lanes, ins.operands[1]), _destinations(ins, lanes)
     shared = _load_shared(lanes, shared_addresses(lanes, ins.operands[1]), kind, count,
                           destinations)  # fmt: skip
-    other = _load_global(ins, lanes, addresses, "acquire" in ins.parts)
+    other = _load_global(ins, lanes, addresses)
     return lambda: shared() if generic_is_shared(lanes, addresses()) else other()
 
 

@@ -36,7 +36,7 @@ def fragment_from_registers(words: np.ndarray, size: int) -> np.ndarray:
     return rows.view(f"u{size}")
 
 
-@instruction("wgmma.fence.sync.aligned", together=128)
+@instruction("wgmma.fence.sync.aligned", together=128, starts=True)
 def wgmma_fence(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.15.7.1 wgmma.fence: orders register accesses before the products that use them."""
     cta = lanes.cta
@@ -44,6 +44,8 @@ def wgmma_fence(ins: Instruction, lanes: Lanes) -> Effect:
     def effect() -> None:
         for group in _warpgroups(lanes):
             cta.cluster.group(("wgmma", cta.rank, group)).fenced = True
+            if cta.touched is not None:
+                cta.touched[group] = False
 
     return effect
 
@@ -118,11 +120,17 @@ class _Product:
         self.d, self.d_rows = lanes.rows(d, np.float32)
         if len(self.d_rows) != self.n // 2:
             raise Unsupported(f"{ins.opcode} with {len(self.d_rows)} accumulators")
+        self.all_rows = self.d_rows
         self.first_row = first = int(self.d_rows[0])
         if (np.diff(self.d_rows) == 1).all():
             self.d_rows = slice(first, first + self.n // 2)
         self.from_registers = isinstance(a, Vector)
-        self.a = lanes.rows(a) if isinstance(a, Vector) else lanes.read(a, np.uint64)
+        self.a: Any
+        if isinstance(a, Vector):
+            self.a = lanes.rows(a)
+            self.all_rows = np.concatenate([self.all_rows, self.a[1]])
+        else:
+            self.a = lanes.read(a, np.uint64)
         self.b, self.accumulate = lanes.read(b, np.uint64), lanes.read(scale, np.bool_)
         flags = [f.bits for f in rest if isinstance(f, Immediate)]
         self.scale_a, self.scale_b = flags[0], flags[1]
@@ -139,6 +147,9 @@ class _Product:
         if not groups.fenced:
             raise BarrierMisuse("wgmma.mma_async without a wgmma.fence since the last wait_group")
         window = slice(lane, lane + _WARPGROUP)
+        if cta.touched is not None and cta.touched[group][self.all_rows].any():
+            raise BarrierMisuse("wgmma.mma_async on registers that were written since the last "
+                                "wgmma.fence")  # fmt: skip
         accumulate = bool(self._at(self.accumulate, lane))
         b = int(self._at(self.b, lane))
         a = 0 if self.from_registers else int(self._at(self.a, lane))
