@@ -246,3 +246,43 @@ def _fetch(memory: Any, source: np.ndarray, wanted: np.ndarray, size: int) -> np
                                   f"{len(tensor.bytes)} bytes")  # fmt: skip
             data[lanes[chosen], :count] = tensor.bytes[offsets[:, None] + np.arange(count)]
     return data
+
+
+@instruction("st.async{.weak}{.shared::cluster}.mbarrier::complete_tx::bytes{.v2|.v4}"
+             "<.b32|.u32|.s32|.f32|.b64|.u64|.s64|.f64>", effects=True)  # fmt: skip
+def st_async(ins: Instruction, lanes: Lanes) -> Effect:
+    """9.7.9.13 st.async: store to a CTA of the cluster and count the bytes at its mbarrier."""
+    kind, cta, place = TYPES[ins.parts[-1]], lanes.cta, lanes.place
+    targets, signals = (shared_addresses(lanes, ins.operands[i]) for i in (0, 2))
+    sources = [lanes.read(o, kind) for o in lanes.vector(ins.operands[1])]
+    size, shared, races = kind.itemsize * len(sources), cta.cluster.shared, cta.machine.races
+    warp_of_lane = lanes.threads // 32
+    assert place
+
+    def issue(warp: int, to: np.ndarray, barrier: np.ndarray, values: np.ndarray) -> None:
+        agent = races.issue(cta, warp, "st.async") if races else None
+
+        def run() -> None:
+            index = (to // kind.itemsize)[:, None] + np.arange(len(sources))
+            if races:
+                races.units_access(agent, to, size, True, place)
+            shared.views[kind.itemsize].view(kind)[index] = values
+            shared.mark(index, kind.itemsize)
+            for address in np.unique(barrier):
+                mbarrier = cta.cluster.mbarriers.at(int(address))
+                if races:
+                    races.async_arrive(mbarrier, agent)
+                mbarrier.complete(size * int(np.count_nonzero(barrier == address)))
+
+        cta.machine.counters.add(warp, "DSMEM store bytes", size * len(to))
+        cta.machine.queue.submit(object(), run, place)
+
+    def effect() -> None:
+        to, barrier = targets().copy(), signals().copy()
+        shared.check(to, size)
+        values = np.stack([np.broadcast_to(s, lanes.count) for s in sources], 1)
+        for warp in lanes.warps:
+            chosen = warp_of_lane == warp
+            issue(warp, to[chosen], barrier[chosen], values[chosen])
+
+    return effect

@@ -1,0 +1,1 @@
+"""Small CuTe DSL programs, one hardware mechanism each."""
