@@ -5,7 +5,7 @@ and operations hand clocks on through barriers. Two accesses race if one is a wr
 agent does not know the earlier one's moment. A second clock follows the fences between proxies:
 the asynchronous proxy sees a generic write only if a fence.proxy.async stands between them.
 
-Modelled: shared memory in words of 4 bytes, tensor memory in quarters of 32 lanes x 1 column, and
+Modelled: shared memory in words of 4 bytes, tensor memory in groups of 16 lanes x 1 column, and
 the initialisation of mbarriers. Not modelled: global memory, and lanes of one warp against each
 other.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .registers import Lanes
 
 _WORDS = 1 << 16  # shared memory of a CTA in 4-byte words
-_TENSOR_WORDS = 4 * 512
+_TENSOR_WORDS = 8 * 512  # halves of a quarter: 16 lanes, the least that an access spans
 _POOL = 32  # asynchronous operations that are told apart at a time
 _MAX_REPORTS = 20
 
@@ -195,8 +195,8 @@ class Races:
         state = self._state(cta)
         agent = self._warp(cta, who) if isinstance(who, int) else who
         assert agent
-        quarters = np.arange(lane // 32, (lane + height - 1) // 32 + 1)[:, None]
-        words = (rank * _TENSOR_WORDS + quarters * 512 + np.arange(column, column + width)).ravel()
+        groups = np.arange(lane // 16, (lane + height - 1) // 16 + 1)[:, None]
+        words = (rank * _TENSOR_WORDS + groups * 512 + np.arange(column, column + width)).ravel()
         self._access(state, state.tensor, agent, words, write, place)
 
     def _access(self, state: ClusterState, shadow: Shadow, agent: Agent, words: np.ndarray,

@@ -87,7 +87,7 @@ def fragment(shape: str, repeat: int) -> tuple[np.ndarray, np.ndarray]:
     if shape == "32x32b":
         row, column = t + 0 * i, r + 0 * t
     elif shape == "16x64b":
-        row, column = t // 4 + 8 * (t // 2 % 2) + 0 * i, t % 2 + 0 * i
+        row, column = t // 4 + 8 * (t % 2) + 0 * i, t // 2 % 2 + 0 * i
     elif shape == "16x128b":
         row, column = t // 4 + 8 * r, t % 4 + 0 * r
     else:
