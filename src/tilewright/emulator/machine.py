@@ -13,7 +13,7 @@ from .barriers import ClusterBarrier, MBarriers, describe_threads
 from .chip import Chip
 from .counters import Counters, collect
 from .cta import CTA, SHARED_BASE
-from .errors import BarrierMisuse, Deadlock, EmulationError, ResourceMisuse
+from .errors import Deadlock, EmulationError, ResourceMisuse
 from .host import DeviceTensor, Launch
 from .memory import Global, Shared
 from .parse import Instruction, Kernel
@@ -78,10 +78,10 @@ class Cluster:
             if cta.tensor_memory and cta.tensor_memory.allocations:
                 raise ResourceMisuse(f"CTA {cta.index} ends with tensor memory allocated: "
                                      f"{cta.tensor_memory.allocations}")  # fmt: skip
-        for (kind, rank, warp), group in self.groups.items():
-            if kind == "bulk" and (group.open or group.committed):
-                raise BarrierMisuse(f"CTA {self.ctas[rank].index} ends while bulk copies of warp {warp} "
-                                    "may still read its shared memory: no wait_group covers them")  # fmt: skip
+        if races := self.machine.races:
+            for (kind, rank, warp), group in self.groups.items():
+                if kind == "bulk" and (group.open or group.committed):
+                    races.report_unwaited(self.ctas[rank], warp, group)
 
 
 class Machine:

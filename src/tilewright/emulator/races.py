@@ -23,6 +23,7 @@ from .errors import Place
 from .memory import OFFSET_MASK
 
 if TYPE_CHECKING:
+    from .asynchronous import Groups
     from .barriers import ClusterBarrier, MBarrier, NamedBarrier
     from .cta import CTA
     from .machine import Cluster, Machine
@@ -253,6 +254,14 @@ class Races:
         other = (state.warps[slot].name if slot < state.warp_count else "an asynchronous operation")
         self.reports.append(f"race at {where}: {first} by {other} at {self._places[first_place]}\n"
                             f"  and {second} by {agent.name} at {place}: nothing orders them")  # fmt: skip
+
+    def report_unwaited(self, cta: CTA, warp: int, group: Groups) -> None:
+        """A CTA ended; shared memory may go to another while the copies of `group` read it."""
+        place = [*(o for g in group.committed for o in g), *group.open][0][0].place
+        if ("unwaited", place.line) not in self._seen:
+            self._seen.add(("unwaited", place.line))
+            self.reports.append(f"CTA {cta.index} ends while a bulk copy of warp {warp} may still read its "
+                                f"shared memory, no wait_group covers it: {place}")  # fmt: skip
 
     # Asynchronous operations
 
