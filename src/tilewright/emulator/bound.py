@@ -23,7 +23,7 @@ class Bound:
     def __init__(self, cta: CTA, block: Block, mask: int):
         self.block = block
         self.mask = mask
-        self.executions = 0
+        self.executions = self.taken_warps = self.other_warps = 0
         self.gather: _Gather | None = None
         start = (mask & -mask).bit_length() - 1
         run = mask >> start
@@ -78,13 +78,16 @@ class Bound:
         assert self.predicate is not None
         count = np.count_nonzero(self.predicate)
         if count in (0, self.lanes.count):
-            return 0 if (count == 0) != self.block.negated else self.mask
-        bits = self.bits(self.predicate)
-        return self.mask & ~bits if self.block.negated else bits
-
-    def bits(self, chosen: np.ndarray) -> int:
-        """The mask of the lanes for which a boolean array holds."""
-        return lane_bits(self.lanes, chosen)
+            taken = 0 if (count == 0) != self.block.negated else self.mask
+            self.taken_warps += len(self.lanes.warps) if taken else 0
+            self.other_warps += 0 if taken else len(self.lanes.warps)
+            return taken
+        bits = lane_bits(self.lanes, self.predicate)
+        taken = self.mask & ~bits if self.block.negated else bits
+        for warp in self.lanes.warps:
+            self.taken_warps += bool(taken >> (32 * warp) & 0xFFFFFFFF)
+            self.other_warps += bool((self.mask & ~taken) >> (32 * warp) & 0xFFFFFFFF)
+        return taken
 
 
 def _written_rows(block: Block) -> np.ndarray:

@@ -7,6 +7,7 @@ is held until every live thread of its warps has come.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -44,6 +45,7 @@ class CTA:
         ):
             self.touched = np.zeros((-(-self.threads // 128), kernel.registers[32]), np.bool_)
         self.local = np.zeros((self.threads, max(kernel.local_bytes, 1)), np.uint8)
+        self.dynamic: dict[int, Counter[str]] = {}  # warp -> unit -> amount
         self.register_budgets: dict[int, int] = {}  # warp -> registers a thread after setmaxnreg
         self.bounds: dict[int, dict[int, Bound]] = {pc: {} for pc in self.machine.blocks}
         self._whole: dict[int, set[int]] = {32: set(), 64: set(), 128: set()}
@@ -66,6 +68,10 @@ class CTA:
         if self._scratch is None:
             self._scratch = RegisterFile(self.machine.kernel.registers, self.threads)
         return self._scratch
+
+    def count(self, warp: int, unit: str, amount: int) -> None:
+        """Count work that only execution knows, such as the bytes of a box."""
+        self.dynamic.setdefault(warp, Counter())[unit] += amount
 
     def symbol_address(self, name: str) -> int:
         """The address of a parameter or shared variable; dynamic shared memory follows static."""

@@ -11,7 +11,7 @@ import numpy as np
 from .asynchronous import Groups, Queue
 from .barriers import ClusterBarrier, MBarriers, describe_threads
 from .chip import Chip
-from .counters import Counters, collect
+from .counters import Counters, Tally
 from .cta import CTA, SHARED_BASE
 from .errors import Deadlock, EmulationError, ResourceMisuse
 from .host import DeviceTensor, Launch
@@ -96,12 +96,11 @@ class Machine:
         self.memory = Global(tensors)
         self.queue = Queue(options.schedule, options.seed)
         self.races = Races(self) if options.races else None
-        self.counters = Counters(kernel.name)
+        self.tally = Tally(kernel.name, self.blocks)
         self.epoch = 0  # grows whenever something happened that a polling thread could see
         self.tensor_maps: dict[bytes, Any] = {}
         self._timeout_epoch = -1
         self._free: list[Cluster] = []
-        self._made: list[Cluster] = []
         self.peeked: dict[Any, int] = {}
 
     def run(self) -> Counters:
@@ -124,7 +123,7 @@ class Machine:
                 if not pending or len(active) >= self.options.resident:
                     raise Deadlock(self._deadlock_report(active))
                 active.append(self._start(pending.popleft()))
-        return collect(self.counters, self._made)
+        return self.tally.finish()
 
     def pc_of(self, instruction: Instruction) -> int:
         """The program counter of the block that starts with a blocking instruction."""
@@ -146,9 +145,7 @@ class Machine:
         else:
             x, y, z = self.launch.cluster
             cluster = Cluster(self, x * y * z)
-            self._made.append(cluster)
         cluster.start(position)
-        self.counters.ctas += len(cluster.ctas)
         if self.races:
             self.races.start(cluster)
         return cluster
@@ -157,6 +154,8 @@ class Machine:
         while self.queue.complete_one():
             pass
         cluster.finish()
+        for cta in cluster.ctas:
+            self.tally.end(cta)
         self._free.append(cluster)
 
     def _unstick(self, active: list[Cluster]) -> bool:

@@ -80,7 +80,7 @@ def _to_shared(ins: Instruction, lanes: Lanes, operands: Any, sizes: np.ndarray,
                 races.async_arrive(barrier, agent)
             barrier.complete(count)
 
-        machine.counters.add(warp, f"{name} bytes", count)
+        lanes.cta.count(warp, f"{name} bytes", count)
         machine.queue.submit(object(), run, place)
 
     def effect() -> None:
@@ -129,7 +129,7 @@ def bulk_store(ins: Instruction, lanes: Lanes) -> Effect:
             into = tensor.bytes[start : start + count].view(kind)
             into[:] = operation(into, data) if operation else data
 
-        machine.counters.add(warp, "bulk reduce bytes" if reduces else "bulk store bytes", count)
+        cta.count(warp, "bulk reduce bytes" if reduces else "bulk store bytes", count)
         submitted = machine.queue.submit(object(), run, place)
         cta.cluster.group(("bulk", cta.rank, warp)).open.append((submitted, agent))
 
@@ -274,7 +274,7 @@ def st_async(ins: Instruction, lanes: Lanes) -> Effect:
                     races.async_arrive(mbarrier, agent)
                 mbarrier.complete(size * int(np.count_nonzero(barrier == address)))
 
-        cta.machine.counters.add(warp, "DSMEM store bytes", size * len(to))
+        cta.count(warp, "DSMEM store bytes", size * len(to))
         cta.machine.queue.submit(object(), run, place)
 
     def effect() -> None:

@@ -40,7 +40,8 @@ def mma(ins: Instruction, lanes: Lanes) -> Effect:
     size, warps = SIZES[a_type], lanes.count // 32
     if 8 * len(a_rows) * 4 * 4 != 16 * k * size or len(a_rows) != 2 * len(b_rows):
         raise Unsupported(f"{ins.opcode} with {len(a_rows)} and {len(b_rows)} registers")
-    counters, flops = lanes.cta.machine.counters, 2 * 16 * 8 * k
+    cta, flops = lanes.cta, 2 * 16 * 8 * k
+    unit = f"MMA {ins.parts[3]} {a_type} FLOP"
 
     def effect() -> None:
         left = to_float32(_codes(a[a_rows], warps, 16, size), a_type)
@@ -50,6 +51,6 @@ def mma(ins: Instruction, lanes: Lanes) -> Effect:
         tiles = product.reshape(warps, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3)
         d[d_rows] = c[c_rows] + tiles.reshape(4, -1)
         for warp in lanes.warps:
-            counters.add(warp, f"MMA sync {a_type} FLOP", flops)
+            cta.count(warp, unit, flops)
 
     return effect

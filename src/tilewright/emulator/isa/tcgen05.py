@@ -148,7 +148,7 @@ def load(ins: Instruction, lanes: Lanes) -> Effect:
                 races.tensor_access(cta, cta.rank, warp, lane, height, column, width, False, place)
             cells = memory.cells[lane + transfer.rows, column + transfer.columns]
             transfer.registers[transfer.numbers, 32 * i : 32 * i + 32] = cells
-            machine.counters.add(warp, "tensor memory bytes loaded", 4 * height * width)
+            cta.count(warp, "tensor memory bytes loaded", 4 * height * width)
 
     return effect
 
@@ -175,7 +175,7 @@ def store(ins: Instruction, lanes: Lanes) -> Effect:
 
         operation = machine.queue.submit(("tcgen05.st", id(cta), warp), run, place)
         cta.cluster.group(("tcgen05.st", cta.rank, warp)).open.append((operation, agent))
-        machine.counters.add(warp, "tensor memory bytes stored", 4 * height * width)
+        cta.count(warp, "tensor memory bytes stored", 4 * height * width)
 
     def effect() -> None:
         for i, warp in enumerate(lanes.warps):

@@ -109,10 +109,10 @@ class _Product:
             self._run(shape, d + self.d_offset, a + self.a_offset, b, bool(enable), agent)
 
         machine.queue.submit(("tcgen05", id(self.cta)), run, self.place)
-        machine.counters.add(warp, f"MMA tcgen05 {shape.a_type} FLOP",
-                             2 * shape.m * shape.n * shape.k)  # fmt: skip
+        self.cta.count(warp, f"MMA m{shape.m}n{shape.n}k{shape.k} {shape.a_type} FLOP",
+                       2 * shape.m * shape.n * shape.k)  # fmt: skip
         rows = shape.n + (0 if self.a_in_tensor_memory else shape.m)
-        machine.counters.add(warp, "shared bytes read by MMA", 32 * rows)
+        self.cta.count(warp, "shared bytes read by MMA", 32 * rows)
 
     def _members(self) -> list[CTA]:
         """The CTAs that take part, even rank first."""

@@ -96,8 +96,8 @@ def tma_load(ins: Instruction, lanes: Lanes) -> Effect:
                     races.async_arrive(mbarrier, agent)
                 mbarrier.complete(map_.box_bytes)
 
-        machine.counters.add(warp, "TMA load bytes", map_.box_bytes)
-        machine.counters.add(warp, "shared bytes written by TMA", map_.box_bytes * len(targets))
+        lanes.cta.count(warp, "TMA load bytes", map_.box_bytes)
+        lanes.cta.count(warp, "shared bytes written by TMA", map_.box_bytes * len(targets))
         machine.queue.submit(object(), run, place)
 
     def effect() -> None:
@@ -138,7 +138,7 @@ def tma_store(ins: Instruction, lanes: Lanes) -> Effect:
                 cluster.shared.need_written(np.concatenate([2 * index, 2 * index + 1]), 8)
             store_box(map_, machine.memory, tuple(start), read_chunks(cluster.shared, index), reduction)
 
-        machine.counters.add(warp, "TMA store bytes", map_.box_bytes)
+        lanes.cta.count(warp, "TMA store bytes", map_.box_bytes)
         operation = machine.queue.submit(object(), run, place)
         cluster.group(("bulk", lanes.cta.rank, warp)).open.append((operation, agent))
 

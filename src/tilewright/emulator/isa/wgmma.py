@@ -139,7 +139,7 @@ class _Product:
             self.trans_a = bool(trans.pop(0)) if trans else False
         self.trans_b = bool(trans.pop(0)) if trans else False
         self.flops = 2 * 64 * self.n * self.k
-        self.unit = f"MMA wgmma {ins.parts[-2]} FLOP"
+        self.unit = f"MMA {shape} {self.a_type} FLOP"
 
     def issue(self, lane: int, group: int) -> None:
         cta = self.lanes.cta
@@ -167,9 +167,9 @@ class _Product:
         pipe = ("wgmma", id(cta), group)
         operation = machine.queue.submit(pipe, run, self.place)
         groups.open.append((operation, agent))
-        machine.counters.add(4 * group, self.unit, self.flops)
+        cta.count(4 * group, self.unit, self.flops)
         operand_bytes = self.n * 32 + (0 if self.from_registers else 64 * 32)
-        machine.counters.add(4 * group, "shared bytes read by MMA", operand_bytes)
+        cta.count(4 * group, "shared bytes read by MMA", operand_bytes)
 
     def _poison(self, window: slice, accumulate: bool, groups: Groups) -> np.ndarray | None:
         """Until its wait, an accumulator holds NaN; returns what it held.
