@@ -1,30 +1,71 @@
-"""Deletes one synchronisation of a kernel at a time: what the detectors must notice."""
+"""Deletes one synchronisation of a kernel at a time, and says whether anything noticed."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
+from tilewright.emulator import EmulationError, Emulator, Options, Result
 from tilewright.emulator.parse import Immediate, Instruction, Kernel
 
-# Prefix of the opcode -> the instruction that stands in for the deleted one.
-_NOTHING = "griddepcontrol.wait"
+_NOTHING = "griddepcontrol.wait"  # stands in for a deleted instruction
 SYNCHRONISATIONS = ("mbarrier.try_wait", "mbarrier.test_wait", "mbarrier.arrive", "mbarrier.init",
                     "bar.", "barrier.", "fence.", "wgmma.fence", "wgmma.commit_group",
                     "wgmma.wait_group", "cp.async.wait", "cp.async.commit",
                     "cp.async.bulk.commit_group", "cp.async.bulk.wait_group", "tcgen05.commit",
                     "tcgen05.wait::st")  # fmt: skip
+# Peeks that succeed hide the wait behind them, so waits are also tried with failing peeks.
+OPTIONS = (Options(races=True), Options(races=True, schedule="late"),
+           Options(races=True, failing_peeks=True))  # fmt: skip
 
 
-def synchronisations(kernel: Kernel) -> Iterator[int]:
-    """The indices of the instructions that synchronise."""
+@dataclass(frozen=True)
+class Mutant:
+    """The deletion of the `ordinal`-th instruction that starts with `opcode`, at a PTX line."""
+
+    opcode: str
+    ordinal: int
+    line: int
+    caught_by: str | None
+
+
+def mutants(emulator: Emulator, run: Callable[[], tuple[Result, bool]]) -> Iterator[Mutant]:
+    """Every executed synchronisation of the emulator's only kernel, deleted in turn.
+
+    `run` calls the emulator and returns its result and whether the outputs are right.
+    """
+    ((name, kernel),) = emulator.kernels.items()
+    executed = set()
+    for options in OPTIONS:
+        emulator.options = options
+        executed |= run()[0].launches[0].executed
+    seen: dict[str, int] = {}
     for i, instruction in enumerate(kernel.instructions):
-        if instruction.opcode.startswith(SYNCHRONISATIONS):
-            yield i
+        opcode = next((s for s in SYNCHRONISATIONS if instruction.opcode.startswith(s)), None)
+        if opcode is None or instruction.place.line not in executed:
+            continue
+        seen[opcode] = seen.get(opcode, 0) + 1
+        emulator.kernels[name] = _without(kernel, i)
+        yield Mutant(opcode, seen[opcode], instruction.place.line, _caught(emulator, run))
+    emulator.kernels[name] = kernel
 
 
-def without(kernel: Kernel, index: int) -> Kernel:
+def _caught(emulator: Emulator, run: Callable[[], tuple[Result, bool]]) -> str | None:
+    for options in OPTIONS:
+        emulator.options = options
+        try:
+            result, right = run()
+        except EmulationError as error:
+            return type(error).__name__
+        if result.reports:
+            return "race"
+        if not right:
+            return "wrong result"
+    return None
+
+
+def _without(kernel: Kernel, index: int) -> Kernel:
     """The kernel with one synchronisation deleted; a wait is replaced by success."""
     mutant = copy.copy(kernel)
     mutant.instructions = list(kernel.instructions)

@@ -22,6 +22,7 @@ OPTIONS = [Options(races=True), Options(schedule="late", races=True),
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_probe_is_exact_in_every_schedule(case: Case) -> None:
     for arch in case.archs:
+        dsl.use_arch(arch)  # building may already ask for the target
         function, traced = case.build()
         emulator = dsl.emulated(arch, function, *traced)
         for options in OPTIONS:

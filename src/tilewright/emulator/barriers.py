@@ -212,4 +212,6 @@ class ClusterBarrier:
         seen = self.seen[cta.rank][threads]
         if (seen < 0).any():
             raise BarrierMisuse("barrier.cluster.wait without an arrive before")
-        return seen < self.phase
+        passed = seen < self.phase
+        self.seen[cta.rank][threads[passed]] = -1
+        return passed

@@ -37,18 +37,27 @@ _MAX_REPORTS = 20
 
 @dataclass
 class Clock:
-    """`known[agent]`: moments that happened before; `visible`: those the async proxy sees too."""
+    """`known[agent]`: moments that happened before; `visible`: those the async proxy sees too.
+
+    `inits`: moments whose mbarrier.init alone is known, by fence.mbarrier_init.
+    """
 
     known: np.ndarray
     visible: np.ndarray
+    inits: np.ndarray
+
+    @classmethod
+    def zero(cls, slots: int) -> Clock:
+        return cls(*(np.zeros(slots, np.int64) for _ in range(3)))
 
     def copy(self) -> Clock:
-        return Clock(self.known.copy(), self.visible.copy())
+        return Clock(self.known.copy(), self.visible.copy(), self.inits.copy())
 
     def join(self, other: Clock | None) -> None:
         if other is not None:
             np.maximum(self.known, other.known, out=self.known)
             np.maximum(self.visible, other.visible, out=self.visible)
+            np.maximum(self.inits, other.inits, out=self.inits)
 
 
 def merged(first: Clock | None, second: Clock) -> Clock:
@@ -110,9 +119,9 @@ class ClusterState:
         self.tensor = Shadow(self.slots, ranks * _TENSOR_WORDS, "tensor memory")
 
     def _agent(self, slot: int, name: str, is_async: bool) -> Agent:
-        known = np.zeros(self.slots, np.int64)
-        known[slot] = 1
-        return Agent(slot, Clock(known, np.zeros(self.slots, np.int64)), name, self, is_async)
+        clock = Clock.zero(self.slots)
+        clock.known[slot] = 1
+        return Agent(slot, clock, name, self, is_async)
 
     def start(self) -> None:
         """A new cluster: everything that earlier ones did is known to all."""
@@ -120,7 +129,7 @@ class ClusterState:
             np.maximum(self.moments, agent.clock.known, out=self.moments)
         for agent in self.warps + self.pipes:
             agent.clock.known[:] = self.moments
-            agent.clock.visible[:] = self.moments
+            agent.clock.visible[:] = agent.clock.inits[:] = self.moments
             agent.advance()
         self.fences = [None] * self.warp_count
 
@@ -303,16 +312,19 @@ class Races:
     def _check_init(self, barrier: MBarrier, agent: Agent, place: Place | None) -> None:
         slot, moment, where = barrier.initialised
         seen = agent.clock.visible if agent.is_async else agent.clock.known
-        if seen[slot] < moment:
+        if max(seen[slot], agent.clock.inits[slot]) < moment:
             key = ("init", where.line if where else 0, agent.is_async)
             if key not in self._seen:
                 self._seen.add(key)
                 self.reports.append(f"race: {agent.name} uses {barrier}, whose init at {where} is "
                                     "not ordered before it (fence or barrier missing)")  # fmt: skip
 
-    def _released(self, agent: Agent, state: ClusterState, release: bool) -> Clock | None:
-        """What an arrival hands on; a relaxed one only what the last fence covered."""
-        clock = agent.clock.copy() if release else state.fences[agent.slot]
+    def _released(self, agent: Agent, release: bool) -> Clock:
+        """What an arrival hands on; a relaxed one only what fences before it covered."""
+        clock = agent.clock.copy()
+        if not release:
+            clock = merged(agent.state.fences[agent.slot], Clock.zero(agent.state.slots))
+            clock.inits = agent.clock.inits.copy()
         agent.advance()
         return clock
 
@@ -320,8 +332,7 @@ class Races:
                        place: Place | None) -> None:  # fmt: skip
         for warp in self._warps(lanes.cta, lane_bits(lanes, chosen)):
             self._check_init(barrier, warp, place)
-            if clock := self._released(warp, self._state(lanes.cta), release):
-                barrier.clock = merged(barrier.clock, clock)
+            barrier.clock = merged(barrier.clock, self._released(warp, release))
 
     def barrier_wait(self, barrier: MBarrier, lanes: Lanes, chosen: np.ndarray) -> None:
         for warp in self._warps(lanes.cta, lane_bits(lanes, chosen)):
@@ -340,8 +351,7 @@ class Races:
 
     def cluster_arrive(self, barrier: ClusterBarrier, lanes: Lanes, release: bool) -> None:
         for warp in self._warps(lanes.cta, lanes.mask):
-            if clock := self._released(warp, self._state(lanes.cta), release):
-                barrier.clock = merged(barrier.clock, clock)
+            barrier.clock = merged(barrier.clock, self._released(warp, release))
 
     def cluster_wait(self, barrier: ClusterBarrier, lanes: Lanes) -> None:
         for warp in self._warps(lanes.cta, lanes.mask):
@@ -361,9 +371,10 @@ class Races:
             warp.advance()
 
     def fence_init(self, lanes: Lanes) -> None:
-        """fence.mbarrier_init: both of the above, for mbarriers."""
-        self.fence_proxy(lanes)
-        self.fence(lanes)
+        """fence.mbarrier_init: inits so far become visible to all of the cluster and every proxy."""
+        for warp in self._warps(lanes.cta, lanes.mask):
+            np.maximum(warp.clock.inits, warp.clock.known, out=warp.clock.inits)
+            warp.advance()
 
 
 def _words(addresses: np.ndarray, size: int) -> np.ndarray:
