@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,9 +12,11 @@ from typing import Any
 
 from .chip import chip_for
 from .counters import Counters
-from .host import Host
+from .host import Host, cache_dir
 from .machine import Machine, Options
-from .parse import parse
+from .parse import Kernel, parse
+
+_PARSER = Path(__file__).with_name("parse.py")
 
 
 @dataclass
@@ -34,7 +39,7 @@ class Emulator:
     def __init__(self, ptx: str, object_path: str | Path, arch: str, options: Options | None = None,
                  progress: Callable[[str], None] | None = None):  # fmt: skip
         self.chip = chip_for(arch)
-        self.kernels = parse(ptx)
+        self.kernels = parsed(ptx)
         for kernel in self.kernels.values():
             if kernel.target != arch:
                 raise ValueError(f"the PTX is for {kernel.target}, not for {arch}")
@@ -52,3 +57,17 @@ class Emulator:
             if machine.races:
                 result.reports += machine.races.reports
         return result
+
+
+def parsed(ptx: str) -> dict[str, Kernel]:
+    """The kernels of a PTX module, from the cache on disk if it was parsed before."""
+    digest = hashlib.sha256(ptx.encode() + _PARSER.read_bytes()).hexdigest()[:24]
+    entry = cache_dir() / f"kernels-{digest}.pickle"
+    try:
+        return pickle.loads(entry.read_bytes())
+    except (OSError, pickle.UnpicklingError, EOFError, AttributeError):
+        kernels = parse(ptx)
+        scratch = entry.with_suffix(f".{os.getpid()}")
+        scratch.write_bytes(pickle.dumps(kernels))
+        scratch.replace(entry)  # whole or not at all, also with another process at it
+        return kernels
