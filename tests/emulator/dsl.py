@@ -19,8 +19,9 @@ def use_arch(arch: str) -> None:
     CuTeDSL._get_dsl().envar._arch = arch
 
 
-def compile_for(arch: str, function: Callable[..., Any], *arguments: Any,
-                compiler: Any = None, **keywords: Any) -> tuple[str, Path]:  # fmt: skip
+def compile_for(
+    arch: str, function: Callable[..., Any], *arguments: Any, compiler: Any = None, **keywords: Any
+) -> tuple[str, Path]:
     """The PTX text and the exported object of `function` traced with `arguments`."""
     use_arch(arch)
     import cutlass.cute as cute
@@ -36,8 +37,13 @@ def compile_for(arch: str, function: Callable[..., Any], *arguments: Any,
     return (ptx if "\n" in ptx else Path(ptx).read_text()), object_path
 
 
-def emulated(arch: str, function: Callable[..., Any], *arguments: Any,
-             options: Options | None = None, **keywords: Any) -> Emulator:  # fmt: skip
+def emulated(
+    arch: str,
+    function: Callable[..., Any],
+    *arguments: Any,
+    options: Options | None = None,
+    **keywords: Any,
+) -> Emulator:
     """`function`, compiled for `arch`, as something to call with host tensors."""
     ptx, object_path = compile_for(arch, function, *arguments, **keywords)
     return Emulator(ptx, object_path, arch, options)

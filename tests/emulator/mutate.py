@@ -10,14 +10,30 @@ from tilewright.emulator import EmulationError, Emulator, Options, Result
 from tilewright.emulator.parse import Immediate, Instruction, Kernel
 
 _NOTHING = "griddepcontrol.wait"  # stands in for a deleted instruction
-SYNCHRONISATIONS = ("mbarrier.try_wait", "mbarrier.test_wait", "mbarrier.arrive", "mbarrier.init",
-                    "bar.", "barrier.", "fence.", "wgmma.fence", "wgmma.commit_group",
-                    "wgmma.wait_group", "cp.async.wait", "cp.async.commit",
-                    "cp.async.bulk.commit_group", "cp.async.bulk.wait_group", "tcgen05.commit",
-                    "tcgen05.wait::st")  # fmt: skip
+SYNCHRONISATIONS = (
+    "mbarrier.try_wait",
+    "mbarrier.test_wait",
+    "mbarrier.arrive",
+    "mbarrier.init",
+    "bar.",
+    "barrier.",
+    "fence.",
+    "wgmma.fence",
+    "wgmma.commit_group",
+    "wgmma.wait_group",
+    "cp.async.wait",
+    "cp.async.commit",
+    "cp.async.bulk.commit_group",
+    "cp.async.bulk.wait_group",
+    "tcgen05.commit",
+    "tcgen05.wait::st",
+)
 # Peeks that succeed hide the wait behind them, so waits are also tried with failing peeks.
-OPTIONS = (Options(races=True), Options(races=True, schedule="late"),
-           Options(races=True, failing_peeks=True))  # fmt: skip
+OPTIONS = (
+    Options(races=True),
+    Options(races=True, schedule="late"),
+    Options(races=True, failing_peeks=True),
+)
 
 
 @dataclass(frozen=True)
@@ -76,6 +92,7 @@ def _without(kernel: Kernel, index: int) -> Kernel:
 def _deleted(instruction: Instruction) -> Instruction:
     if instruction.parts[1] in ("try_wait", "test_wait"):
         zero = Immediate(0)
-        return replace(instruction, opcode="setp.eq.b32",
-                       operands=(instruction.operands[0], zero, zero))  # fmt: skip
+        return replace(
+            instruction, opcode="setp.eq.b32", operands=(instruction.operands[0], zero, zero)
+        )
     return replace(instruction, opcode=_NOTHING, operands=())

@@ -17,8 +17,13 @@ class Attention(NamedTuple):
     dv: torch.Tensor
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, causal: bool,
-              ) -> Attention:  # fmt: skip
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    causal: bool,
+) -> Attention:
     """In the type of the inputs: every intermediate is rounded to it. q, k, v, dout (S, D)."""
     scale = q.shape[-1] ** -0.5
     s = q @ k.T * scale

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-import dsl
 import torch
 
+from tests.emulator import dsl
 from tilewright.emulator import Emulator, Options, Result
 
 
@@ -66,8 +66,12 @@ def flash_attention(arch: str, options: Options | None = None) -> Iterator[Peer]
 
     for cached in (interface._get_device_arch,):
         cached.cache_clear()
-    for function in (interface._flash_attn_fwd, interface._flash_attn_bwd,
-                     interface._bwd_preprocess, interface._bwd_postprocess_convert):  # fmt: skip
+    for function in (
+        interface._flash_attn_fwd,
+        interface._flash_attn_bwd,
+        interface._bwd_preprocess,
+        interface._bwd_postprocess_convert,
+    ):
         function.compile_cache.cache.clear()
     peer = Peer(interface)
     real_compile, real_from_dlpack = interface.cute.compile, utils.from_dlpack
@@ -100,8 +104,9 @@ def _as_device(real: Any) -> Callable[..., Any]:
 
     def convert(tensor: torch.Tensor, **keywords: Any) -> Any:
         with FakeTensorMode():
-            fake = torch.empty_strided(tuple(tensor.shape), tuple(tensor.stride()),
-                                       dtype=tensor.dtype, device="cuda")  # fmt: skip
+            fake = torch.empty_strided(
+                tuple(tensor.shape), tuple(tensor.stride()), dtype=tensor.dtype, device="cuda"
+            )
         return real(fake, **keywords)
 
     return convert

@@ -33,19 +33,29 @@ _TEMPLATE = """
 class Program:
     """`body` sees the arrays' addresses in %d0, %d1, ... and 4 KiB of shared memory `buffer`."""
 
-    def __init__(self, body: str, *arrays: np.ndarray, arch: str = "sm_90a", threads: int = 32,
-                 cluster: int = 1, grid: int | None = None):  # fmt: skip
+    def __init__(
+        self,
+        body: str,
+        *arrays: np.ndarray,
+        arch: str = "sm_90a",
+        threads: int = 32,
+        cluster: int = 1,
+        grid: int | None = None,
+    ):
         names = [f"array{i}" for i in range(len(arrays))]
         loads = "\n".join(f"    ld.param.u64 %d{i}, [{n}];" for i, n in enumerate(names))
         params = ", ".join(f".param .u64 {n}" for n in names)
         text = _TEMPLATE.format(arch=arch, params=params, loads=loads, body=body)
         (self.kernel,) = parse(text).values()
         self.chip = chip_for(arch)
-        self.tensors = [device_tensor(a, n, (i + 1) << REGION_BITS)
-                        for i, (a, n) in enumerate(zip(arrays, names, strict=True))]  # fmt: skip
+        self.tensors = [
+            device_tensor(a, n, (i + 1) << REGION_BITS)
+            for i, (a, n) in enumerate(zip(arrays, names, strict=True))
+        ]
         packed = struct.pack(f"<{len(arrays)}Q", *(t.address for t in self.tensors))
-        self.launch = Launch("kernel", (grid or cluster, 1, 1), (threads, 1, 1), (cluster, 1, 1), 0,
-                             packed)  # fmt: skip
+        self.launch = Launch(
+            "kernel", (grid or cluster, 1, 1), (threads, 1, 1), (cluster, 1, 1), 0, packed
+        )
 
     def run(self, **options: object) -> tuple[Counters, list[str]]:
         """The counters and the race reports."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ptx import Program
 
+from tests.emulator.ptx import Program
 from tilewright.emulator import errors
 
 THREAD = "mov.u32 %r0, %tid.x; mov.u32 %r1, buffer; shl.b32 %r2, %r0, 2; add.s32 %r3, %r1, %r2;\n"
@@ -13,7 +13,10 @@ LEADER = "setp.ne.u32 %p0, %r0, 0;\n"
 
 
 def test_deadlock_names_barrier_phase_and_waiters() -> None:
-    body = THREAD + LEADER + """
+    body = (
+        THREAD
+        + LEADER
+        + """
         @%p0 bra READY;
         mbarrier.init.shared.b64 [buffer], 3;
     READY:
@@ -22,6 +25,7 @@ def test_deadlock_names_barrier_phase_and_waiters() -> None:
         mbarrier.try_wait.parity.shared.b64 %p1, [buffer], 0;
         @!%p1 bra WAIT;
     """
+    )
     with pytest.raises(errors.Deadlock) as caught:
         Program(body, threads=64).run()
     message = str(caught.value)
@@ -37,7 +41,9 @@ def test_polling_that_nothing_ends_is_a_deadlock() -> None:
 
 def test_ctas_that_wait_for_each_other_run_interleaved() -> None:
     """CTA 0 waits for a flag that CTA 1 sets."""
-    body = THREAD + """
+    body = (
+        THREAD
+        + """
         mov.u32 %r4, %ctaid.x;
         setp.ne.u32 %p0, %r4, 0;
         @%p0 bra SET;
@@ -50,6 +56,7 @@ def test_ctas_that_wait_for_each_other_run_interleaved() -> None:
         st.release.gpu.global.b32 [%d0], 7;
     END:
     """
+    )
     flag = np.zeros(1, np.int32)
     Program(body, flag, grid=2).run()
     assert flag[0] == 7
@@ -72,13 +79,22 @@ def test_a_read_of_shared_memory_that_nothing_wrote_is_reported() -> None:
         Program(THREAD + "ld.shared.b32 %r4, [%r3];").run()
 
 
-@pytest.mark.parametrize(("body", "message"), [
-    ("mbarrier.init.shared.b64 [buffer], 1;" * 2 + "mbarrier.arrive.shared.b64 _, [buffer], 2;",
-     "2 arrivals where 1"),
-    ("mbarrier.arrive.shared.b64 _, [buffer];", "no mbarrier was initialised"),
-    ("mbarrier.init.shared.b64 [buffer], 2; mbarrier.arrive.shared.b64 _, [buffer];"
-     "mbarrier.init.shared.b64 [buffer], 2;", "init again"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            "mbarrier.init.shared.b64 [buffer], 1;" * 2
+            + "mbarrier.arrive.shared.b64 _, [buffer], 2;",
+            "2 arrivals where 1",
+        ),
+        ("mbarrier.arrive.shared.b64 _, [buffer];", "no mbarrier was initialised"),
+        (
+            "mbarrier.init.shared.b64 [buffer], 2; mbarrier.arrive.shared.b64 _, [buffer];"
+            "mbarrier.init.shared.b64 [buffer], 2;",
+            "init again",
+        ),
+    ],
+)
 def test_barrier_misuse_is_reported(body: str, message: str) -> None:
     guarded = THREAD + LEADER + f"@%p0 bra END; {body} END:"
     with pytest.raises(errors.BarrierMisuse, match=message):
@@ -86,13 +102,16 @@ def test_barrier_misuse_is_reported(body: str, message: str) -> None:
 
 
 def test_named_barriers_must_agree_on_their_count() -> None:
-    body = THREAD + """
+    body = (
+        THREAD
+        + """
         setp.lt.u32 %p0, %r0, 32;
         @%p0 bra FIRST;
         bar.sync 1, 96;
     FIRST:
         bar.sync 1, 64;
     """
+    )
     with pytest.raises(errors.BarrierMisuse, match="named barrier 1"):
         Program(body, threads=64).run()
 
@@ -102,18 +121,26 @@ def test_registers_beyond_the_pool_are_reported() -> None:
         Program("setmaxnreg.inc.sync.aligned.u32 240;", threads=384).run()
 
 
-@pytest.mark.parametrize(("body", "message"), [
-    ("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [buffer], 512;" * 2, "waits for ever"),
-    ("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [buffer], 48;", "32 to 512"),
-    ("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [buffer], 64;", "ends with"),
-    ("tcgen05.dealloc.cta_group::1.sync.aligned.b32 0, 64;", "dealloc"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [buffer], 512;" * 2,
+            "waits for ever",
+        ),
+        ("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [buffer], 48;", "32 to 512"),
+        ("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [buffer], 64;", "ends with"),
+        ("tcgen05.dealloc.cta_group::1.sync.aligned.b32 0, 64;", "dealloc"),
+    ],
+)
 def test_tensor_memory_misuse_is_reported(body: str, message: str) -> None:
     with pytest.raises(errors.ResourceMisuse, match=message):
         Program(body, arch="sm_100a").run()
 
 
-EXCHANGE = THREAD + """
+EXCHANGE = (
+    THREAD
+    + """
     st.shared.b32 [%r3], %r0;
     {barrier}
     xor.b32 %r4, %r2, 128;
@@ -123,6 +150,7 @@ EXCHANGE = THREAD + """
     add.s64 %d5, %d0, %d5;
     st.global.b32 [%d5], %r5;
 """
+)
 
 
 def test_a_missing_barrier_is_a_race() -> None:
@@ -133,7 +161,10 @@ def test_a_missing_barrier_is_a_race() -> None:
     assert len(reports) == 1 and "st.shared.b32" in reports[0] and "ld.shared.b32" in reports[0]
 
 
-BULK_STORE = THREAD + LEADER + """
+BULK_STORE = (
+    THREAD
+    + LEADER
+    + """
     st.shared.b32 [%r3], %r0;
     {fence}
     bar.sync 0;
@@ -143,6 +174,7 @@ BULK_STORE = THREAD + LEADER + """
     {wait}
 END:
 """
+)
 FENCE, WAIT = "fence.proxy.async.shared::cta;", "cp.async.bulk.wait_group.read 0;"
 
 
@@ -160,8 +192,9 @@ def test_a_cta_may_not_end_while_a_copy_reads_its_memory() -> None:
     assert len(reports) == 1 and "no wait_group covers it" in reports[0]
 
 
-@pytest.mark.parametrize("instruction", ["frobnicate.b32 %r4, %r5;", "add.rz.f32 %r4, %r5, %r5;",
-                                         "mov.u32 %r4, %pm0;"])  # fmt: skip
+@pytest.mark.parametrize(
+    "instruction", ["frobnicate.b32 %r4, %r5;", "add.rz.f32 %r4, %r5, %r5;", "mov.u32 %r4, %pm0;"]
+)
 def test_what_is_unknown_is_named(instruction: str) -> None:
     with pytest.raises(NotImplementedError, match=instruction.split()[0].split(".")[0]):
         Program(instruction).run()

@@ -13,14 +13,11 @@ import pytest
 
 pytest.importorskip("cutlass", reason="the probes are CuTe DSL programs")
 
-import dsl
 import numpy as np
 
-dsl.use_arch("sm_90a")
-
-from cases import CASES, Case
-from mutate import mutants
-
+from tests.emulator import dsl
+from tests.emulator.cases import CASES, Case
+from tests.emulator.mutate import mutants
 from tilewright.emulator import Emulator, Options, Result
 
 Redundant = dict[tuple[str, int], str]
@@ -29,28 +26,36 @@ _EXIT = "guards the exit against a peer's late access; in this program all have 
 PROBES: dict[str, Redundant] = {
     "tma Float16 swizzle 128": {},
     "mma.sync Float16 k stmatrix": {
-        ("bar.", 2): "each warp overwrites only the rows of A that it alone has read"},
+        ("bar.", 2): "each warp overwrites only the rows of A that it alone has read"
+    },
     "wgmma SS BFloat16 BFloat16 (128, 128, 64) kn": {},
     "wgmma RS Float16 Float16 (64, 64, 64) kk": {},
-    "ring": {("fence.", 1): "only threads of the CTA use the mbarriers; bar.sync orders their init"},
+    "ring": {
+        ("fence.", 1): "only threads of the CTA use the mbarriers; bar.sync orders their init"
+    },
     "cluster exchange": {
         ("mbarrier.try_wait", 2): "the arrival is an acknowledgement; the data is counted in bytes",
-        ("barrier.", 6): _EXIT},
+        ("barrier.", 6): _EXIT,
+    },
     "tcgen05 2 CTA BFloat16 BFloat16 (256, 128, 64) kk ": {("barrier.", 4): _EXIT},
     "tcgen05 1 CTA Float16 Float16 (128, 64, 64) kk 16x64b 8 True": {
-        ("barrier.", 2): "a cluster of one CTA: bar.sync follows", ("barrier.", 4): _EXIT},
-}  # fmt: skip
+        ("barrier.", 2): "a cluster of one CTA: bar.sync follows",
+        ("barrier.", 4): _EXIT,
+    },
+}
 
 _FRESH = "waits for a stage that was never used: a fresh barrier passes"
 _TAIL = "lets the producer outlive the consumers, who signal a CTA of their own"
 PEER: Redundant = {
-    ("mbarrier.try_wait", 1): _FRESH, ("mbarrier.try_wait", 2): _FRESH,
-    ("mbarrier.try_wait", 6): _TAIL, ("mbarrier.try_wait", 7): _TAIL,
+    ("mbarrier.try_wait", 1): _FRESH,
+    ("mbarrier.try_wait", 2): _FRESH,
+    ("mbarrier.try_wait", 6): _TAIL,
+    ("mbarrier.try_wait", 7): _TAIL,
     ("mbarrier.arrive", 9): "frees Q, which a kernel of one tile a CTA does not load again",
     ("bar.", 3): "takes turns between warpgroups for speed",
     ("bar.", 5): "each warpgroup overwrites only the rows of Q that it alone reads",
     ("wgmma.fence", 3): "the fence of the product issued before covers these registers",
-}  # fmt: skip
+}
 PEER_SHARE = 0.85
 
 
@@ -77,8 +82,9 @@ def test_every_deletion_in_a_probe_is_noticed(case: Case) -> None:
 
 def test_deletions_in_a_peer_are_noticed() -> None:
     pytest.importorskip("flash_attn.cute", reason="the peer, flash-attn-4, is not installed")
-    import peers
     import torch
+
+    from tests.emulator import peers
 
     torch.manual_seed(0)
     tensors = [torch.randn(1, 512, 1, 128, dtype=torch.bfloat16) for _ in range(3)]

@@ -7,10 +7,9 @@ import pytest
 pytest.importorskip("torch", reason="the peer's Python code needs torch")
 pytest.importorskip("flash_attn.cute", reason="the peer, flash-attn-4, is not installed")
 
-import oracle
-import peers
 import torch
 
+from tests.emulator import oracle, peers
 from tilewright.emulator import Options
 
 DIM = 128
@@ -21,14 +20,21 @@ def _inputs(length: int) -> list[torch.Tensor]:
     return [torch.randn(1, length, 1, DIM, dtype=torch.bfloat16) for _ in range(4)]
 
 
-def _expected(tensors: list[torch.Tensor], causal: bool) -> tuple[oracle.Attention, oracle.Attention]:
+def _expected(
+    tensors: list[torch.Tensor], causal: bool
+) -> tuple[oracle.Attention, oracle.Attention]:
     heads = [t[0, :, 0] for t in tensors]
     exact = oracle.attention(*(t.double() for t in heads), causal)
     return oracle.attention(*heads, causal), exact
 
 
-FORWARD = [("sm_80", 256, True), ("sm_90a", 256, False), ("sm_90a", 256, True),
-           ("sm_100a", 256, True), ("sm_100a", 512, False)]  # fmt: skip
+FORWARD = [
+    ("sm_80", 256, True),
+    ("sm_90a", 256, False),
+    ("sm_90a", 256, True),
+    ("sm_100a", 256, True),
+    ("sm_100a", 512, False),
+]
 
 
 @pytest.mark.parametrize(("arch", "length", "causal"), FORWARD)
@@ -53,8 +59,11 @@ def test_backward_agrees_with_float64(arch: str, causal: bool) -> None:
         oracle.assert_as_exact_as_type(grad[0, :, 0], getattr(plain, name), getattr(exact, name))
 
 
-@pytest.mark.parametrize("options", [Options(schedule="late"), Options(schedule="random", seed=7),
-                                     Options(failing_peeks=True)], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [Options(schedule="late"), Options(schedule="random", seed=7), Options(failing_peeks=True)],
+    ids=str,
+)
 def test_schedules_do_not_change_the_result(options: Options) -> None:
     q, k, v, _ = _inputs(256)
     results = []

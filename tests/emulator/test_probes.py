@@ -6,17 +6,17 @@ import pytest
 
 pytest.importorskip("cutlass", reason="the probes are CuTe DSL programs")
 
-import dsl
 import numpy as np
 
-dsl.use_arch("sm_90a")  # before the first import of the DSL's architecture-specific parts
-
-from cases import CASES, Case
-
+from tests.emulator import dsl
+from tests.emulator.cases import CASES, Case
 from tilewright.emulator import Emulator, Options
 
-OPTIONS = [Options(races=True), Options(schedule="late", races=True),
-           Options(schedule="random", seed=1, failing_peeks=True, races=True)]  # fmt: skip
+OPTIONS = [
+    Options(races=True),
+    Options(schedule="late", races=True),
+    Options(schedule="random", seed=1, failing_peeks=True, races=True),
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

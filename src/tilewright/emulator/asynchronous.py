@@ -19,7 +19,7 @@ SCHEDULES = ("eager", "late", "random")
 
 @dataclass
 class Operation:
-    """`run` moves the data and signals its completion; `place` is the instruction that issued it."""
+    """`run` moves the data and signals its completion; `place` is the instruction that issued."""
 
     pipe: Hashable
     run: Callable[[], None]
@@ -88,7 +88,9 @@ class Groups:
     """The commit groups of one issuer: wgmma, cp.async and bulk copies share this protocol."""
 
     queue: Queue
-    open: list[tuple[Operation, Any]] = field(default_factory=list)  # with the race detector's agent
+    open: list[tuple[Operation, Any]] = field(
+        default_factory=list
+    )  # with the race detector's agent
     committed: deque[list[tuple[Operation, Any]]] = field(default_factory=deque)
     # wgmma: products in flight by accumulator (first row, first thread)
     accumulators: dict[tuple[int, int], int] = field(default_factory=dict)

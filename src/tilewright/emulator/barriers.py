@@ -92,8 +92,10 @@ class MBarrier:
 
     def __str__(self) -> str:
         where = f"mbarrier {self.address >> 24}:{self.address & 0xFFFFFF:#x}"
-        return (f"{where} (phase {self.phase}, {self.pending} of {self.expected} arrivals pending, "
-                f"{self.tx} bytes to come)")  # fmt: skip
+        return (
+            f"{where} (phase {self.phase}, {self.pending} of {self.expected} arrivals pending, "
+            f"{self.tx} bytes to come)"
+        )
 
 
 class MBarriers:
@@ -120,8 +122,9 @@ class MBarriers:
         try:
             return self.table[address]
         except KeyError:
-            raise BarrierMisuse(f"no mbarrier was initialised at {address >> 24}:"
-                                f"{address & 0xFFFFFF:#x}") from None  # fmt: skip
+            raise BarrierMisuse(
+                f"no mbarrier was initialised at {address >> 24}:{address & 0xFFFFFF:#x}"
+            ) from None
 
 
 @dataclass
@@ -147,12 +150,16 @@ class NamedBarriers:
             raise BarrierMisuse(f"named barrier {number} with {count} threads: not whole warps")
         barrier = self.table.setdefault(number, NamedBarrier(count))
         if barrier.expected != count:
-            raise BarrierMisuse(f"named barrier {number}: {count} threads expected here, "
-                                f"{barrier.expected} by who came first")  # fmt: skip
+            raise BarrierMisuse(
+                f"named barrier {number}: {count} threads expected here, "
+                f"{barrier.expected} by who came first"
+            )
         threads = mask.bit_count()
         if barrier.expected is not None and barrier.arrived + threads > barrier.expected:
-            raise BarrierMisuse(f"named barrier {number}: {barrier.arrived + threads} threads "
-                                f"arrive where {barrier.expected} are expected")  # fmt: skip
+            raise BarrierMisuse(
+                f"named barrier {number}: {barrier.arrived + threads} threads "
+                f"arrive where {barrier.expected} are expected"
+            )
         barrier.arrived += threads
         if races := self.cta.machine.races:
             races.named_arrive(barrier, self.cta, mask)

@@ -92,9 +92,13 @@ class Bound:
 
 def _written_rows(block: Block) -> np.ndarray:
     """The 32-bit registers that a block writes, wgmma accumulators aside."""
-    firsts = [replace(i, operands=i.operands[:1]) for i in block.instructions
-              if i.operands and not i.opcode.startswith("wgmma")
-              and not isinstance(i.operands[0], Address)]  # fmt: skip
+    firsts = [
+        replace(i, operands=i.operands[:1])
+        for i in block.instructions
+        if i.operands
+        and not i.opcode.startswith("wgmma")
+        and not isinstance(i.operands[0], Address)
+    ]
     return registers_of(firsts).get(32, np.array([], int))
 
 
@@ -121,9 +125,13 @@ class _Gather:
         count, threads = self.lanes.count, self.lanes.threads
         self.scratch.special[:, :count] = self.main.special[:, threads]
         for width, rows in self.rows.items():
-            self.scratch.arrays[width][rows, :count] = self.main.arrays[width][np.ix_(rows, threads)]
+            self.scratch.arrays[width][rows, :count] = self.main.arrays[width][
+                np.ix_(rows, threads)
+            ]
 
     def store(self) -> None:
         count, threads = self.lanes.count, self.lanes.threads
         for width, rows in self.rows.items():
-            self.main.arrays[width][np.ix_(rows, threads)] = self.scratch.arrays[width][rows, :count]
+            self.main.arrays[width][np.ix_(rows, threads)] = self.scratch.arrays[width][
+                rows, :count
+            ]

@@ -1,9 +1,9 @@
 """What each functional unit had to do, counted from executed instructions.
 
-Units: `MMA <shape> <types> FLOP`; `fma`, `alu`, `special` and `convert` in operations; `shared load`,
-`global store`, `TMA load bytes` and the like in bytes; `mbarrier wait` in lanes; `instructions` in
-warps. Straight-line work is counted by block: what a block contains times how often which lanes ran
-it, so that counting costs nothing while the kernel runs.
+Units: `MMA <shape> <type> FLOP`; `fma`, `alu`, `special` and `convert` in operations;
+`shared load`, `global store`, `TMA load bytes` and the like in bytes; `mbarrier wait` in lanes;
+`instructions` in warps. Straight-line work is counted by block: what a block contains times how
+often which lanes ran it, so that counting costs nothing while the kernel runs.
 """
 
 from __future__ import annotations
@@ -41,9 +41,16 @@ class Counters:
 
     def to_json(self) -> str:
         """Everything but the executed lines."""
-        return json.dumps({"kernel": self.kernel, "total": self.total, "roles": self.roles,
-                           "ctas": {",".join(map(str, k)): v for k, v in self.ctas.items()},
-                           "branches": self.branches}, indent=1)  # fmt: skip
+        return json.dumps(
+            {
+                "kernel": self.kernel,
+                "total": self.total,
+                "roles": self.roles,
+                "ctas": {",".join(map(str, k)): v for k, v in self.ctas.items()},
+                "branches": self.branches,
+            },
+            indent=1,
+        )
 
     def table(self) -> str:
         """A line a unit, a column a role."""

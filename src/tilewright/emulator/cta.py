@@ -40,9 +40,7 @@ class CTA:
         self.tensor_memory = self.machine.new_tensor_memory(self)
         # 32-bit registers that a warpgroup wrote since its last wgmma.fence: [warpgroup, register]
         self.touched: np.ndarray | None = None
-        if self.machine.races and any(
-            i.opcode.startswith("wgmma") for i in kernel.instructions
-        ):
+        if self.machine.races and any(i.opcode.startswith("wgmma") for i in kernel.instructions):
             self.touched = np.zeros((-(-self.threads // 128), kernel.registers[32]), np.bool_)
         self.local = np.zeros((self.threads, max(kernel.local_bytes, 1)), np.uint8)
         self.dynamic: dict[int, Counter[str]] = {}  # warp -> unit -> amount
@@ -186,24 +184,32 @@ class CTA:
         thread = np.arange(self.threads)
         bx, by, _ = launch.block
         values: dict[str, object] = {
-            "tid.x": thread % bx, "tid.y": thread // bx % by, "tid.z": thread // (bx * by),
-            "laneid": thread % 32, "warpid": thread // 32, "nwarpid": -(-self.threads // 32),
-            "cluster_ctarank": self.rank, "smid": self.machine.smid(self),
+            "tid.x": thread % bx,
+            "tid.y": thread // bx % by,
+            "tid.z": thread // (bx * by),
+            "laneid": thread % 32,
+            "warpid": thread // 32,
+            "nwarpid": -(-self.threads // 32),
+            "cluster_ctarank": self.rank,
+            "smid": self.machine.smid(self),
             "cluster_nctarank": cluster[0] * cluster[1] * cluster[2],
             "dynamic_smem_size": launch.shared_bytes,
             "total_smem_size": launch.shared_bytes + self.machine.kernel.static_shared,
-            "lanemask_eq": 1 << thread % 32, "lanemask_lt": (1 << thread % 32) - 1,
+            "lanemask_eq": 1 << thread % 32,
+            "lanemask_lt": (1 << thread % 32) - 1,
             "lanemask_le": (2 << thread % 32) - 1,
             "lanemask_ge": ~((1 << thread % 32) - 1) & 0xFFFFFFFF,
             "lanemask_gt": ~((2 << thread % 32) - 1) & 0xFFFFFFFF,
-        }  # fmt: skip
+        }
         for i, axis in enumerate("xyz"):
             values |= {
-                f"ntid.{axis}": launch.block[i], f"ctaid.{axis}": self.index[i],
-                f"nctaid.{axis}": launch.grid[i], f"cluster_nctaid.{axis}": cluster[i],
+                f"ntid.{axis}": launch.block[i],
+                f"ctaid.{axis}": self.index[i],
+                f"nctaid.{axis}": launch.grid[i],
+                f"cluster_nctaid.{axis}": cluster[i],
                 f"clusterid.{axis}": self.index[i] // cluster[i],
                 f"nclusterid.{axis}": launch.grid[i] // cluster[i],
                 f"cluster_ctaid.{axis}": self.index[i] % cluster[i],
-            }  # fmt: skip
+            }
         for row, name in enumerate(SPECIALS):
             self.registers.special[row] = values.get(name, 0)

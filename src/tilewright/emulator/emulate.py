@@ -36,8 +36,14 @@ class Emulator:
     EmulationError that names the fault where the kernel does something wrong.
     """
 
-    def __init__(self, ptx: str, object_path: str | Path, arch: str, options: Options | None = None,
-                 progress: Callable[[str], None] | None = None):  # fmt: skip
+    def __init__(
+        self,
+        ptx: str,
+        object_path: str | Path,
+        arch: str,
+        options: Options | None = None,
+        progress: Callable[[str], None] | None = None,
+    ):
         self.chip = chip_for(arch)
         self.kernels = parsed(ptx)
         for kernel in self.kernels.values():

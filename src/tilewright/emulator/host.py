@@ -59,27 +59,41 @@ class _Any(ctypes.Structure):
 
 
 class _DLTensor(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_uint64), ("device_type", ctypes.c_int32),
-                ("device_id", ctypes.c_int32), ("ndim", ctypes.c_int32),
-                ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16),
-                ("shape", ctypes.POINTER(ctypes.c_int64)),
-                ("strides", ctypes.POINTER(ctypes.c_int64)),
-                ("byte_offset", ctypes.c_uint64)]  # fmt: skip
+    _fields_ = [
+        ("data", ctypes.c_uint64),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
 
 
 class _Array(ctypes.Structure):
     """TVM-FFI's ArrayObj: object header, then a sequence cell."""
 
-    _fields_ = [("references", ctypes.c_uint64), ("type", ctypes.c_int32), ("pad", ctypes.c_uint32),
-                ("deleter", ctypes.c_void_p), ("data", ctypes.c_void_p), ("size", ctypes.c_int64),
-                ("capacity", ctypes.c_int64), ("data_deleter", ctypes.c_void_p)]  # fmt: skip
+    _fields_ = [
+        ("references", ctypes.c_uint64),
+        ("type", ctypes.c_int32),
+        ("pad", ctypes.c_uint32),
+        ("deleter", ctypes.c_void_p),
+        ("data", ctypes.c_void_p),
+        ("size", ctypes.c_int64),
+        ("capacity", ctypes.c_int64),
+        ("data_deleter", ctypes.c_void_p),
+    ]
 
 
 _NONE, _INT, _BOOL, _FLOAT, _TENSOR, _ARRAY = 0, 1, 2, 3, 7, 71
 _CUDA = 2
 _CLUSTER_ATTRIBUTE = 4
-_LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p,
-                           ctypes.POINTER(ctypes.c_void_p))  # fmt: skip
+_LAUNCH = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p)
+)
 _ERROR = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 
 
@@ -224,8 +238,18 @@ def _link(object_path: Path) -> Path:
     if not library.exists():
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             built = Path(folder) / "host.so"
-            command = ["cc", "-shared", "-fPIC", "-O1", "-w", "-Wl,-Bsymbolic", "-o", str(built),
-                       str(object_path), str(STUBS)]  # fmt: skip
+            command = [
+                "cc",
+                "-shared",
+                "-fPIC",
+                "-O1",
+                "-w",
+                "-Wl,-Bsymbolic",
+                "-o",
+                str(built),
+                str(object_path),
+                str(STUBS),
+            ]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 raise ValueError(f"cannot link {object_path}: {done.stderr}")

@@ -27,7 +27,7 @@ def swizzled(addresses: np.ndarray, span: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Descriptor:
-    """A matrix in shared memory. `start`, `leading` and `stride` in bytes; `span` of the swizzle."""
+    """A matrix in shared memory: `start`, `leading`, `stride`, swizzle `span` in bytes."""
 
     start: int
     leading: int
@@ -46,8 +46,10 @@ def tcgen05_descriptor(bits: int) -> Descriptor:
     """Decode the 64-bit matrix descriptor of tcgen05; unknown fields raise."""
     mode = bits >> 61 & 7
     if bits >> 49 & 7 or bits >> 52 & 1 or mode not in _TCGEN05_SPANS:
-        raise Unsupported(f"tcgen05 descriptor {bits:#x}: base offset, absolute leading dimension "
-                          f"or swizzle mode {mode}")  # fmt: skip
+        raise Unsupported(
+            f"tcgen05 descriptor {bits:#x}: base offset, absolute leading dimension "
+            f"or swizzle mode {mode}"
+        )
     if bits >> 46 & 7 != 1:
         raise Unsupported(f"tcgen05 descriptor {bits:#x}: version {bits >> 46 & 7}, wanted 1")
     return _descriptor(bits, _TCGEN05_SPANS[mode])
@@ -55,7 +57,9 @@ def tcgen05_descriptor(bits: int) -> Descriptor:
 
 def _descriptor(bits: int, span: int) -> Descriptor:
     field = 0x3FFF
-    return Descriptor((bits & field) << 4, (bits >> 16 & field) << 4, (bits >> 32 & field) << 4, span)
+    return Descriptor(
+        (bits & field) << 4, (bits >> 16 & field) << 4, (bits >> 32 & field) << 4, span
+    )
 
 
 def operand_index(d: Descriptor, rows: int, depth: int, size: int, mn_major: bool) -> np.ndarray:
@@ -69,15 +73,13 @@ def operand_index(d: Descriptor, rows: int, depth: int, size: int, mn_major: boo
 
 
 @lru_cache(maxsize=4096)
-def _relative_index(
-    d: Descriptor, rows: int, depth: int, size: int, mn_major: bool
-) -> np.ndarray:
+def _relative_index(d: Descriptor, rows: int, depth: int, size: int, mn_major: bool) -> np.ndarray:
     row, k = np.arange(rows)[:, None], np.arange(depth)[None, :]
     if mn_major:
         if not d.span:
             raise Unsupported("MN-major operand without a swizzle")
         width = d.span // size
-        offset = (row // width * d.leading + k // 8 * d.stride + k % 8 * d.span + row % width * size)
+        offset = row // width * d.leading + k // 8 * d.stride + k % 8 * d.span + row % width * size
     elif d.span:
         offset = row // 8 * d.stride + row % 8 * d.span + k * size
     else:

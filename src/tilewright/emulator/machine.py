@@ -76,8 +76,10 @@ class Cluster:
         """Checks at the end of the CTAs' lives."""
         for cta in self.ctas:
             if cta.tensor_memory and cta.tensor_memory.allocations:
-                raise ResourceMisuse(f"CTA {cta.index} ends with tensor memory allocated: "
-                                     f"{cta.tensor_memory.allocations}")  # fmt: skip
+                raise ResourceMisuse(
+                    f"CTA {cta.index} ends with tensor memory allocated: "
+                    f"{cta.tensor_memory.allocations}"
+                )
         if races := self.machine.races:
             for (kind, rank, warp), group in self.groups.items():
                 if kind == "bulk" and (group.open or group.committed):
@@ -87,8 +89,14 @@ class Cluster:
 class Machine:
     """One launch of one kernel on the tensors it was called with."""
 
-    def __init__(self, kernel: Kernel, launch: Launch, tensors: list[DeviceTensor], chip: Chip,
-                 options: Options):  # fmt: skip
+    def __init__(
+        self,
+        kernel: Kernel,
+        launch: Launch,
+        tensors: list[DeviceTensor],
+        chip: Chip,
+        options: Options,
+    ):
         _check_launch(kernel, launch, chip)
         self.kernel, self.launch, self.chip, self.options = kernel, launch, chip, options
         self.blocks = blocks_of(kernel)
@@ -106,9 +114,12 @@ class Machine:
     def run(self) -> Counters:
         """Run to the end; raises what the kernel did wrong."""
         grid, cluster = self.launch.grid, self.launch.cluster
-        pending = deque((x, y, z) for z in range(0, grid[2], cluster[2])
-                        for y in range(0, grid[1], cluster[1])
-                        for x in range(0, grid[0], cluster[0]))  # fmt: skip
+        pending = deque(
+            (x, y, z)
+            for z in range(0, grid[2], cluster[2])
+            for y in range(0, grid[1], cluster[1])
+            for x in range(0, grid[0], cluster[0])
+        )
         active: list[Cluster] = []
         with np.errstate(all="ignore"):
             while pending or active:
@@ -159,7 +170,7 @@ class Machine:
         self._free.append(cluster)
 
     def _unstick(self, active: list[Cluster]) -> bool:
-        """Nothing ran: let asynchronous work complete, or incomplete warps go on, or waits time out.
+        """Nothing ran: complete asynchronous work, let incomplete warps go on, or time waits out.
 
         A time-out is only worth it when something happened since the last one.
         """
@@ -189,16 +200,22 @@ class Machine:
                 for waiter in barrier.waiters:
                     lines.append(f"{barrier}: {self._who(waiter.cta, waiter.mask, waiter.pc)}")
             for waiter in cluster.barrier.waiters:
-                lines.append(f"cluster barrier ({cluster.barrier.arrived} arrived): "
-                             f"{self._who(waiter.cta, waiter.mask, waiter.pc)}")  # fmt: skip
+                lines.append(
+                    f"cluster barrier ({cluster.barrier.arrived} arrived): "
+                    f"{self._who(waiter.cta, waiter.mask, waiter.pc)}"
+                )
             for cta in cluster.ctas:
                 for number, named in cta.named_barriers.table.items():
                     count = named.expected or cta.live.bit_count()
                     for waiter in named.waiters:
-                        lines.append(f"named barrier {number} ({named.arrived} of {count} threads "
-                                     f"arrived): {self._who(cta, waiter.mask, waiter.pc)}")  # fmt: skip
-                for kind, table in (("polls without change", cta.spinning),
-                                    ("waits for the rest of its warp", cta.held)):  # fmt: skip
+                        lines.append(
+                            f"named barrier {number} ({named.arrived} of {count} threads "
+                            f"arrived): {self._who(cta, waiter.mask, waiter.pc)}"
+                        )
+                for kind, table in (
+                    ("polls without change", cta.spinning),
+                    ("waits for the rest of its warp", cta.held),
+                ):
                     for pc, mask in table.items():
                         lines.append(f"{kind}: {self._who(cta, mask, pc)}")
         return "\n  ".join(lines)
@@ -215,11 +232,15 @@ def _check_launch(kernel: Kernel, launch: Launch, chip: Chip) -> None:
     if kernel.target != chip.arch:
         raise ValueError(f"kernel {kernel.name} is PTX for {kernel.target}, not for {chip.arch}")
     if shared > chip.shared_bytes:
-        raise ValueError(f"kernel {kernel.name} wants {shared} bytes of shared memory, "
-                         f"{chip.arch} has {chip.shared_bytes}")  # fmt: skip
+        raise ValueError(
+            f"kernel {kernel.name} wants {shared} bytes of shared memory, "
+            f"{chip.arch} has {chip.shared_bytes}"
+        )
     if threads > chip.max_threads or (kernel.max_threads and threads > kernel.max_threads):
-        raise ValueError(f"kernel {kernel.name} is launched with {threads} threads, at most "
-                         f"{min(chip.max_threads, kernel.max_threads or 1024)} are possible")  # fmt: skip
+        raise ValueError(
+            f"kernel {kernel.name} is launched with {threads} threads, at most "
+            f"{min(chip.max_threads, kernel.max_threads or 1024)} are possible"
+        )
     if any(g % c for g, c in zip(launch.grid, launch.cluster, strict=True)):
         raise ValueError(f"grid {launch.grid} is no multiple of the cluster {launch.cluster}")
 

@@ -46,11 +46,14 @@ class Shared:
             offsets = addresses & np.uint32(OFFSET_MASK)
             low, high = int(offsets.min()), int(offsets.max())
             if int(addresses.max()) >> 24 >= self.ranks:
-                raise OutOfBounds(f"shared address {int(addresses.max()):#x}: the cluster has "
-                                  f"{self.ranks} CTAs")  # fmt: skip
+                raise OutOfBounds(
+                    f"shared address {int(addresses.max()):#x}: the cluster has {self.ranks} CTAs"
+                )
         if low < self.base or high + size > self.base + self.size:
-            raise OutOfBounds(f"{size} bytes at shared {low:#x}..{high:#x}: the CTA has "
-                              f"{self.base:#x}..{self.base + self.size:#x}")  # fmt: skip
+            raise OutOfBounds(
+                f"{size} bytes at shared {low:#x}..{high:#x}: the CTA has "
+                f"{self.base:#x}..{self.base + self.size:#x}"
+            )
         if size > 1 and (addresses & addresses.dtype.type(size - 1)).any():
             raise OutOfBounds(f"a {size}-byte access at a shared address that is no multiple of it")
 
@@ -59,8 +62,10 @@ class Shared:
         offset = address & OFFSET_MASK
         inside = self.base <= offset and offset + count <= self.base + self.size
         if not inside or address >> 24 >= self.ranks:
-            raise OutOfBounds(f"{count} bytes at shared {address >> 24}:{offset:#x}: the CTA has "
-                              f"{self.base:#x}..{self.base + self.size:#x}")  # fmt: skip
+            raise OutOfBounds(
+                f"{count} bytes at shared {address >> 24}:{offset:#x}: the CTA has "
+                f"{self.base:#x}..{self.base + self.size:#x}"
+            )
 
     def need_written(self, index: np.ndarray, unit: int) -> None:
         """Raises Uninitialised unless every `unit`-byte element of `index` has been written."""
@@ -68,8 +73,9 @@ class Shared:
         if not (marks == self.all_written[unit]).all():
             bad = index.reshape(-1)[np.flatnonzero(marks.reshape(-1) != self.all_written[unit])[0]]
             address = int(bad) * unit
-            raise Uninitialised(f"shared {address >> 24}:{address & OFFSET_MASK:#x} is read, "
-                                "nothing has written it")  # fmt: skip
+            raise Uninitialised(
+                f"shared {address >> 24}:{address & OFFSET_MASK:#x} is read, nothing has written it"
+            )
 
     def mark(self, index: Any, unit: int) -> None:
         self.marks[unit][index] = self.all_written[unit]
@@ -112,8 +118,10 @@ class Global:
         low, high = int(addresses.min()), int(addresses.max())
         tensor = self.tensor(low)
         if high + size > tensor.address + len(tensor.bytes):
-            raise OutOfBounds(f"{size} bytes at offset {high - tensor.address} of {tensor.name}, "
-                              f"shape {tensor.shape}, {len(tensor.bytes)} bytes")  # fmt: skip
+            raise OutOfBounds(
+                f"{size} bytes at offset {high - tensor.address} of {tensor.name}, "
+                f"shape {tensor.shape}, {len(tensor.bytes)} bytes"
+            )
         offsets = addresses - np.uint64(tensor.address)
         if size > 1 and (offsets & np.uint64(size - 1)).any():
             raise OutOfBounds(f"a {size}-byte access of {tensor.name} that is not aligned to it")

@@ -8,13 +8,31 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Union
 
 from .errors import InvalidPtx, Place
 
-SIZES = {"pred": 1, "b8": 8, "u8": 8, "s8": 8, "b16": 16, "u16": 16, "s16": 16, "f16": 16,
-         "b32": 32, "u32": 32, "s32": 32, "f32": 32, "b64": 64, "u64": 64, "s64": 64, "f64": 64,
-         "b128": 128, "bf16": 16, "f16x2": 32, "bf16x2": 32}  # fmt: skip
+SIZES = {
+    "pred": 1,
+    "b8": 8,
+    "u8": 8,
+    "s8": 8,
+    "b16": 16,
+    "u16": 16,
+    "s16": 16,
+    "f16": 16,
+    "b32": 32,
+    "u32": 32,
+    "s32": 32,
+    "f32": 32,
+    "b64": 64,
+    "u64": 64,
+    "s64": 64,
+    "f64": 64,
+    "b128": 128,
+    "bf16": 16,
+    "f16x2": 32,
+    "bf16x2": 32,
+}
 
 
 @dataclass(frozen=True)
@@ -83,7 +101,7 @@ class Sink:
     """_: a destination that is not wanted."""
 
 
-Operand = Union[Register, Immediate, Special, Symbol, Vector, Address, Pair, Not, Sink]
+Operand = Register | Immediate | Special | Symbol | Vector | Address | Pair | Not | Sink
 
 
 @dataclass
@@ -210,8 +228,11 @@ class _Module:
             raise InvalidPtx("the PTX text holds no .entry")
 
     def _token(self, token: re.Match[str]) -> None:
-        kind = next(k for k in ("brace", "loc", "filedef", "header", "entry", "section",
-                                "label", "statement") if token[k] is not None)  # fmt: skip
+        kind = next(
+            k
+            for k in ("brace", "loc", "filedef", "header", "entry", "section", "label", "statement")
+            if token[k] is not None
+        )
         if kind == "brace":
             self._brace(token["brace"])
         elif kind == "loc":

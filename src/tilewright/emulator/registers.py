@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .errors import InvalidPtx, Place, Unsupported
-from .parse import Immediate, Instruction, Not, Operand, Pair, Register, Sink, Special, Symbol, Vector
+from .parse import (
+    Immediate,
+    Instruction,
+    Not,
+    Operand,
+    Pair,
+    Register,
+    Sink,
+    Special,
+    Symbol,
+    Vector,
+)
 
 if TYPE_CHECKING:
     from .cta import CTA
@@ -21,13 +32,46 @@ _STORAGE = {1: np.bool_, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 # Registers start with a pattern that is a NaN in every float format and an odd address.
 _POISON = {1: False, 16: 0xFFFD, 32: 0xFFFDFFFD, 64: 0xFFFDFFFDFFFDFFFD}
 
-SPECIALS = ("tid.x", "tid.y", "tid.z", "ntid.x", "ntid.y", "ntid.z", "ctaid.x", "ctaid.y",
-            "ctaid.z", "nctaid.x", "nctaid.y", "nctaid.z", "laneid", "warpid", "nwarpid", "smid",
-            "clusterid.x", "clusterid.y", "clusterid.z", "nclusterid.x", "nclusterid.y",
-            "nclusterid.z", "cluster_ctaid.x", "cluster_ctaid.y", "cluster_ctaid.z",
-            "cluster_nctaid.x", "cluster_nctaid.y", "cluster_nctaid.z", "cluster_ctarank",
-            "cluster_nctarank", "clock", "dynamic_smem_size", "total_smem_size",
-            "lanemask_lt", "lanemask_le", "lanemask_eq", "lanemask_ge", "lanemask_gt")  # fmt: skip
+SPECIALS = (
+    "tid.x",
+    "tid.y",
+    "tid.z",
+    "ntid.x",
+    "ntid.y",
+    "ntid.z",
+    "ctaid.x",
+    "ctaid.y",
+    "ctaid.z",
+    "nctaid.x",
+    "nctaid.y",
+    "nctaid.z",
+    "laneid",
+    "warpid",
+    "nwarpid",
+    "smid",
+    "clusterid.x",
+    "clusterid.y",
+    "clusterid.z",
+    "nclusterid.x",
+    "nclusterid.y",
+    "nclusterid.z",
+    "cluster_ctaid.x",
+    "cluster_ctaid.y",
+    "cluster_ctaid.z",
+    "cluster_nctaid.x",
+    "cluster_nctaid.y",
+    "cluster_nctaid.z",
+    "cluster_ctarank",
+    "cluster_nctarank",
+    "clock",
+    "dynamic_smem_size",
+    "total_smem_size",
+    "lanemask_lt",
+    "lanemask_le",
+    "lanemask_eq",
+    "lanemask_ge",
+    "lanemask_gt",
+)
 
 
 class RegisterFile:
@@ -70,8 +114,11 @@ class Lanes:
         if isinstance(operand, Immediate):
             return _constant(operand, dtype)
         if isinstance(operand, Special):
-            return self.special(operand.name).astype(dtype) if dtype.itemsize != 4 else (
-                self.special(operand.name).view(dtype))  # fmt: skip
+            return (
+                self.special(operand.name).astype(dtype)
+                if dtype.itemsize != 4
+                else (self.special(operand.name).view(dtype))
+            )
         if isinstance(operand, Symbol):
             return np.array([self.cta.symbol_address(operand.name)], np.uint64).astype(dtype)
         raise Unsupported(f"operand {operand} as a source", self.place)
@@ -121,8 +168,9 @@ class Lanes:
         width = 1 if dtype == np.bool_ else dtype.itemsize * 8
         if width != register.width:
             # A view of another width would read and write its neighbours in silence.
-            raise InvalidPtx(f"a {register.width}-bit register where {width} bits are wanted",
-                             self.place)  # fmt: skip
+            raise InvalidPtx(
+                f"a {register.width}-bit register where {width} bits are wanted", self.place
+            )
         return self.file.arrays[width][register.index, self.window].view(dtype)
 
 

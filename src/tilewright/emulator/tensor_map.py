@@ -54,9 +54,11 @@ class TensorMap:
         start = self.address - tensor.address
         extent = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) + self.size
         if start + extent > len(tensor.bytes):
-            raise OutOfBounds(f"a tensor map of shape {self.shape} and byte strides {self.strides} "
-                              f"covers {extent} bytes of {tensor.name}, "
-                              f"which has {len(tensor.bytes) - start}")  # fmt: skip
+            raise OutOfBounds(
+                f"a tensor map of shape {self.shape} and byte strides {self.strides} "
+                f"covers {extent} bytes of {tensor.name}, "
+                f"which has {len(tensor.bytes) - start}"
+            )
         flat = tensor.bytes[start : start + extent]
         elements = np.frombuffer(flat, np.uint8)[: extent // self.size * self.size]
         view = elements.view(f"u{self.size}")
@@ -72,18 +74,28 @@ def decode(raw: bytes) -> TensorMap:
     words = [int(w) for w in np.frombuffer(raw, "<u4", 16)]
     rank, kind = (words[2] >> 4 & 7) + 1, words[2] >> 7 & 15
     if kind not in _ELEMENT_BYTES or words[2] & _INTERLEAVE or rank > 5:
-        raise Unsupported(f"tensor map word 2 = {words[2]:#x}: rank {rank}, type {kind}, interleave "
-                          f"{words[2] >> 11 & 3}")  # fmt: skip
+        raise Unsupported(
+            f"tensor map word 2 = {words[2]:#x}: rank {rank}, type {kind}, interleave "
+            f"{words[2] >> 11 & 3}"
+        )
     high = [words[7] >> 4 * i & 15 for i in range(4)]
     strides = [(words[3 + i] | high[i] << 32) << 4 for i in range(rank - 1)]
     shape = [words[8 + i] + 1 for i in range(rank)]
     box = [words[13] >> 24, *(words[14] >> 8 * i & 255 for i in range(4))]
-    return TensorMap(words[0] | words[1] << 32, tuple(shape), (_ELEMENT_BYTES[kind], *strides),
-                     tuple(b + 1 for b in box[:rank]), kind, _SPANS[words[2] >> 13 & 3])  # fmt: skip
+    return TensorMap(
+        words[0] | words[1] << 32,
+        tuple(shape),
+        (_ELEMENT_BYTES[kind], *strides),
+        tuple(b + 1 for b in box[:rank]),
+        kind,
+        _SPANS[words[2] >> 13 & 3],
+    )
 
 
-def _overlap(map_: TensorMap, start: tuple[int, ...]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-    """The part of the box at `start` that lies in the tensor: slices of the tensor and of the box."""
+def _overlap(
+    map_: TensorMap, start: tuple[int, ...]
+) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    """The part of the box at `start` in the tensor, as slices of the tensor and of the box."""
     in_tensor, in_box = [], []
     for c, n, b in zip(reversed(start), reversed(map_.shape), reversed(map_.box), strict=True):
         low, high = max(c, 0), max(min(c + b, n), max(c, 0))
@@ -96,8 +108,10 @@ def chunk_index(map_: TensorMap, shared_address: int) -> np.ndarray:
     """The 16-byte units of shared memory that a box occupies, in box order."""
     inner = map_.box[0] * map_.size
     if inner % 16 or shared_address % 16 or (map_.span and inner > map_.span):
-        raise OutOfBounds(f"a box of {inner} bytes a row, swizzle {map_.span}, at shared "
-                          f"{shared_address:#x}: rows are whole 16 bytes within the swizzle")  # fmt: skip
+        raise OutOfBounds(
+            f"a box of {inner} bytes a row, swizzle {map_.span}, at shared "
+            f"{shared_address:#x}: rows are whole 16 bytes within the swizzle"
+        )
     addresses = shared_address + np.arange(0, map_.box_bytes, 16)
     return swizzled(addresses, map_.span) >> 4
 
@@ -111,8 +125,9 @@ def load_box(map_: TensorMap, memory: Global, start: tuple[int, ...]) -> np.ndar
     return box.reshape(-1).view(np.uint8)
 
 
-def store_box(map_: TensorMap, memory: Global, start: tuple[int, ...], data: np.ndarray,
-              reduction: str | None) -> None:  # fmt: skip
+def store_box(
+    map_: TensorMap, memory: Global, start: tuple[int, ...], data: np.ndarray, reduction: str | None
+) -> None:
     """Writes the box's bytes into the tensor, or combines them: add, min, max, and, or, xor."""
     _, tensor = map_.array(memory)
     box = data.view(tensor.dtype).reshape(map_.box[::-1])
@@ -130,8 +145,14 @@ def _named_type(name: str) -> np.dtype:
     return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
 
 
-REDUCTIONS = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and,
-              "or": np.bitwise_or, "xor": np.bitwise_xor}  # fmt: skip
+REDUCTIONS = {
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
 
 
 def read_chunks(shared: Shared, index: np.ndarray) -> np.ndarray:

@@ -34,7 +34,9 @@ class TensorMemory:
 
     def allocate(self, columns: int) -> int | None:
         if columns not in (32, 64, 128, 256, 512):
-            raise ResourceMisuse(f"tcgen05.alloc of {columns} columns: wanted 32 to 512, power of 2")
+            raise ResourceMisuse(
+                f"tcgen05.alloc of {columns} columns: wanted 32 to 512, power of 2"
+            )
         if not self.may_allocate:
             raise ResourceMisuse("tcgen05.alloc after relinquish_alloc_permit")
         start = self.free_start(columns)
@@ -45,18 +47,23 @@ class TensorMemory:
 
     def deallocate(self, start: int, columns: int) -> None:
         if self.allocations.get(start) != columns:
-            raise ResourceMisuse(f"tcgen05.dealloc of {columns} columns at {start}: allocated are "
-                                 f"{self.allocations}")  # fmt: skip
+            raise ResourceMisuse(
+                f"tcgen05.dealloc of {columns} columns at {start}: allocated are {self.allocations}"
+            )
         del self.allocations[start]
 
     def check(self, lane: int, lanes: int, column: int, columns: int) -> None:
         """Raises OutOfBounds unless the rectangle lies within one allocation."""
         inside = any(a <= column and column + columns <= a + n for a, n in self.allocations.items())
         if not inside or lane + lanes > LANES:
-            raise OutOfBounds(f"tensor memory lanes {lane}..{lane + lanes}, columns {column}.."
-                              f"{column + columns}: allocated are {self.allocations}")  # fmt: skip
+            raise OutOfBounds(
+                f"tensor memory lanes {lane}..{lane + lanes}, columns {column}.."
+                f"{column + columns}: allocated are {self.allocations}"
+            )
 
     def need_written(self, lane: int, lanes: int, column: int, columns: int) -> None:
         if not self.written[lane : lane + lanes, column : column + columns].all():
-            raise Uninitialised(f"tensor memory lanes {lane}..{lane + lanes}, columns {column}.."
-                                f"{column + columns} is read, not all of it was written")  # fmt: skip
+            raise Uninitialised(
+                f"tensor memory lanes {lane}..{lane + lanes}, columns {column}.."
+                f"{column + columns} is read, not all of it was written"
+            )

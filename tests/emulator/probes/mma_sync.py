@@ -24,8 +24,11 @@ class MmaSync:
 
     @cute.jit
     def __call__(self, a: cute.Tensor, b: cute.Tensor, d: cute.Tensor):
-        mma = cute.make_tiled_mma(warp.MmaF16BF16Op(a.element_type, cutlass.Float32, (16, 8, 16)),
-                                  (4, 1, 1), permutation_mnk=(64, 16, 16))  # fmt: skip
+        mma = cute.make_tiled_mma(
+            warp.MmaF16BF16Op(a.element_type, cutlass.Float32, (16, 8, 16)),
+            (4, 1, 1),
+            permutation_mnk=(64, 16, 16),
+        )
         swizzle = cute.make_swizzle(3, 3, 3)
         rows = cute.make_composed_layout(swizzle, 0, cute.make_layout((64, 64), stride=(64, 1)))
         columns = cute.make_composed_layout(swizzle, 0, cute.make_layout((64, 64), stride=(1, 64)))
@@ -43,8 +46,15 @@ class MmaSync:
         cute.copy(atom, part.partition_S(g), part.partition_D(s))
 
     @cute.kernel
-    def kernel(self, mma: cute.TiledMma, mA: cute.Tensor, mB: cute.Tensor, mD: cute.Tensor,
-               sA_layout: cute.ComposedLayout, sB_layout: cute.ComposedLayout):  # fmt: skip
+    def kernel(
+        self,
+        mma: cute.TiledMma,
+        mA: cute.Tensor,
+        mB: cute.Tensor,
+        mD: cute.Tensor,
+        sA_layout: cute.ComposedLayout,
+        sB_layout: cute.ComposedLayout,
+    ):
         thread, _, _ = cute.arch.thread_idx()
         smem = cutlass.utils.SmemAllocator()
         sA = smem.allocate_tensor(mA.element_type, sA_layout, 1024)
@@ -86,5 +96,7 @@ class MmaSync:
 def arguments(dtype: Any, b_k_major: bool) -> list[Any]:
     """Tensors to trace with: A (m, k), B (n, k), D (m, n)."""
     kinds = ((dtype, (1, 0)), (dtype, (1, 0) if b_k_major else (0, 1)), (cutlass.Float32, (1, 0)))
-    return [cute.runtime.make_fake_compact_tensor(t, (64, 64), stride_order=o, assumed_align=16)
-            for t, o in kinds]  # fmt: skip
+    return [
+        cute.runtime.make_fake_compact_tensor(t, (64, 64), stride_order=o, assumed_align=16)
+        for t, o in kinds
+    ]

@@ -1,4 +1,4 @@
-"""A ring of stages between a producer warp and two consumer warps, with mbarriers and named barriers.
+"""A ring of stages between a producer warp and two consumers, with mbarriers and named barriers.
 
 The producer fills a stage with bulk copies of one row; each consumer warp adds the rows it gets to
 its sums; the consumers exchange their sums through shared memory under a named barrier.
@@ -29,8 +29,12 @@ class Ring:
         smem = cutlass.utils.SmemAllocator()
         full = smem.allocate_array(cutlass.Int64, STAGES)
         empty = smem.allocate_array(cutlass.Int64, STAGES)
-        sRows = smem.allocate_tensor(cutlass.Float32, cute.make_layout((STAGES, ROW), stride=(ROW, 1)), 128)
-        sSums = smem.allocate_tensor(cutlass.Float32, cute.make_layout((2, ROW), stride=(ROW, 1)), 128)
+        sRows = smem.allocate_tensor(
+            cutlass.Float32, cute.make_layout((STAGES, ROW), stride=(ROW, 1)), 128
+        )
+        sSums = smem.allocate_tensor(
+            cutlass.Float32, cute.make_layout((2, ROW), stride=(ROW, 1)), 128
+        )
         if warp == 0 and lane == 0:
             for stage in cutlass.range_constexpr(STAGES):
                 cute.arch.mbarrier_init(full + stage, 32)
@@ -61,6 +65,9 @@ class Ring:
 
 def arguments(count: int) -> list[Any]:
     """Tensors to trace with: rows (count, 32), out (2, 32)."""
-    return [cute.runtime.make_fake_compact_tensor(cutlass.Float32, shape, stride_order=(1, 0),
-                                                  assumed_align=16)
-            for shape in ((count, ROW), (2, ROW))]  # fmt: skip
+    return [
+        cute.runtime.make_fake_compact_tensor(
+            cutlass.Float32, shape, stride_order=(1, 0), assumed_align=16
+        )
+        for shape in ((count, ROW), (2, ROW))
+    ]

@@ -19,8 +19,14 @@ class Tcgen05:
     back to tensor memory by tcgen05.st and is loaded again.
     """
 
-    def __init__(self, tile: tuple[int, int, int], ctas: int = 1, shape: str = "32x32b",
-                 repeat: int = 32, through_memory: bool = False):  # fmt: skip
+    def __init__(
+        self,
+        tile: tuple[int, int, int],
+        ctas: int = 1,
+        shape: str = "32x32b",
+        repeat: int = 32,
+        through_memory: bool = False,
+    ):
         self.tile, self.ctas, self.through_memory = tile, ctas, through_memory
         times = tcgen05.Repetition(repeat)
         self.load = getattr(tcgen05, f"Ld{shape}Op")(times)
@@ -31,23 +37,40 @@ class Tcgen05:
         self.a_type, self.b_type = a.element_type, b.element_type
         group = tcgen05.CtaGroup.TWO if self.ctas == 2 else tcgen05.CtaGroup.ONE
         mma = sm100.make_trivial_tiled_mma(
-            a.element_type, b.element_type, LayoutEnum.from_tensor(a).mma_major_mode(),
-            LayoutEnum.from_tensor(b).mma_major_mode(), cutlass.Float32, group, self.tile[:2])  # fmt: skip
+            a.element_type,
+            b.element_type,
+            LayoutEnum.from_tensor(a).mma_major_mode(),
+            LayoutEnum.from_tensor(b).mma_major_mode(),
+            cutlass.Float32,
+            group,
+            self.tile[:2],
+        )
         sA_layout = sm100.make_smem_layout_a(mma, self.tile, a.element_type, 1)
         sB_layout = sm100.make_smem_layout_b(mma, self.tile, b.element_type, 1)
         op = cpasync.CopyBulkTensorTileG2SOp(group)
         cluster = cute.tiled_divide(cute.make_layout((self.ctas, 1, 1)), (mma.thr_id.shape,))
         load_A, mA = cute.nvgpu.make_tiled_tma_atom_A(
-            op, a, cute.slice_(sA_layout, (None, None, None, 0)), self.tile, mma, cluster.shape)
+            op, a, cute.slice_(sA_layout, (None, None, None, 0)), self.tile, mma, cluster.shape
+        )
         load_B, mB = cute.nvgpu.make_tiled_tma_atom_B(
-            op, b, cute.slice_(sB_layout, (None, None, None, 0)), self.tile, mma, cluster.shape)
+            op, b, cute.slice_(sB_layout, (None, None, None, 0)), self.tile, mma, cluster.shape
+        )
         self.kernel(mma, load_A, mA, load_B, mB, d, sA_layout, sB_layout).launch(
-            grid=(self.ctas, 1, 1), block=(THREADS, 1, 1), cluster=(self.ctas, 1, 1))  # fmt: skip
+            grid=(self.ctas, 1, 1), block=(THREADS, 1, 1), cluster=(self.ctas, 1, 1)
+        )
 
     @cute.kernel
-    def kernel(self, mma: cute.TiledMma, load_A: cute.CopyAtom, mA: cute.Tensor,
-               load_B: cute.CopyAtom, mB: cute.Tensor, mD: cute.Tensor,
-               sA_layout: cute.ComposedLayout, sB_layout: cute.ComposedLayout):  # fmt: skip
+    def kernel(
+        self,
+        mma: cute.TiledMma,
+        load_A: cute.CopyAtom,
+        mA: cute.Tensor,
+        load_B: cute.CopyAtom,
+        mB: cute.Tensor,
+        mD: cute.Tensor,
+        sA_layout: cute.ComposedLayout,
+        sB_layout: cute.ComposedLayout,
+    ):
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
@@ -71,20 +94,34 @@ class Tcgen05:
         gA = cute.local_tile(mA, (self.tile[0], self.tile[2]), (0, 0))
         gB = cute.local_tile(mB, (self.tile[1], self.tile[2]), (0, 0))
         tAsA, tAgA = cpasync.tma_partition(
-            load_A, 0, cute.make_layout(1), cute.group_modes(sA, 0, 3),
-            cute.group_modes(part.partition_A(gA), 0, 3))
+            load_A,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(sA, 0, 3),
+            cute.group_modes(part.partition_A(gA), 0, 3),
+        )
         tBsB, tBgB = cpasync.tma_partition(
-            load_B, 0, cute.make_layout(1), cute.group_modes(sB, 0, 3),
-            cute.group_modes(part.partition_B(gB), 0, 3))
+            load_B,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(sB, 0, 3),
+            cute.group_modes(part.partition_B(gB), 0, 3),
+        )
         tDtD = cute.make_tensor(
             cute.arch.retrieve_tmem_ptr(cutlass.Float32, 16, holder),
-            mma.make_fragment_C(mma.partition_shape_C(self.tile[:2])).layout)
+            mma.make_fragment_C(mma.partition_shape_C(self.tile[:2])).layout,
+        )
         if warp == 0:
             if rank == 0:
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(
-                        full, self.ctas * (cute.size_in_bytes(self.a_type, sA_layout)
-                                           + cute.size_in_bytes(self.b_type, sB_layout)))  # fmt: skip
+                        full,
+                        self.ctas
+                        * (
+                            cute.size_in_bytes(self.a_type, sA_layout)
+                            + cute.size_in_bytes(self.b_type, sB_layout)
+                        ),
+                    )
             cute.copy(load_A, tAgA, tAsA[None, 0], tma_bar_ptr=full)
             cute.copy(load_B, tBgB, tBsB[None, 0], tma_bar_ptr=full)
             if rank == 0:

@@ -29,18 +29,28 @@ class TmaCopy:
         swizzle = cute.make_swizzle(bits, 4, 3)
         layout = cute.make_composed_layout(swizzle, 0, plain)
         load, mSource = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(), source, layout, self.box)  # fmt: skip
+            cpasync.CopyBulkTensorTileG2SOp(), source, layout, self.box
+        )
         store, mCopied = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(), copied, layout, self.box)  # fmt: skip
+            cpasync.CopyBulkTensorTileS2GOp(), copied, layout, self.box
+        )
         rows, columns = source.shape
         self.kernel(load, mSource, store, mCopied, read, swizzle, plain).launch(
             grid=(cute.ceil_div(rows, self.box[0]), cute.ceil_div(columns, self.box[1]), 1),
-            block=(THREADS, 1, 1))  # fmt: skip
+            block=(THREADS, 1, 1),
+        )
 
     @cute.kernel
-    def kernel(self, load: cute.CopyAtom, mSource: cute.Tensor, store: cute.CopyAtom,
-               mCopied: cute.Tensor, mRead: cute.Tensor, swizzle: cute.Swizzle,
-               plain: cute.Layout):  # fmt: skip
+    def kernel(
+        self,
+        load: cute.CopyAtom,
+        mSource: cute.Tensor,
+        store: cute.CopyAtom,
+        mCopied: cute.Tensor,
+        mRead: cute.Tensor,
+        swizzle: cute.Swizzle,
+        plain: cute.Layout,
+    ):
         thread, _, _ = cute.arch.thread_idx()
         bx, by, _ = cute.arch.block_idx()
         smem = cutlass.utils.SmemAllocator()
@@ -52,14 +62,25 @@ class TmaCopy:
         cute.arch.sync_threads()
         gSource = cute.local_tile(mSource, self.box, (bx, by))
         gCopied = cute.local_tile(mCopied, self.box, (bx, by))
-        ts, tg = cpasync.tma_partition(load, 0, cute.make_layout(1), cute.group_modes(sBox, 0, 2),
-                                       cute.group_modes(gSource, 0, 2))  # fmt: skip
-        tcs, tcg = cpasync.tma_partition(store, 0, cute.make_layout(1), cute.group_modes(sBox, 0, 2),
-                                         cute.group_modes(gCopied, 0, 2))  # fmt: skip
+        ts, tg = cpasync.tma_partition(
+            load,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(sBox, 0, 2),
+            cute.group_modes(gSource, 0, 2),
+        )
+        tcs, tcg = cpasync.tma_partition(
+            store,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(sBox, 0, 2),
+            cute.group_modes(gCopied, 0, 2),
+        )
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(
-                    full, cute.size(plain) * mRead.element_type.width // 8)
+                    full, cute.size(plain) * mRead.element_type.width // 8
+                )
             cute.copy(load, tg, ts, tma_bar_ptr=full)
         cute.arch.mbarrier_wait(full, 0)
         for i in cutlass.range_constexpr(cute.size(plain) // THREADS):
@@ -76,5 +97,7 @@ class TmaCopy:
 
 def arguments(dtype: Any, shape: tuple[int, int]) -> list[Any]:
     """Tensors to trace with: (rows, columns) three times."""
-    return [cute.runtime.make_fake_compact_tensor(dtype, shape, stride_order=(1, 0), assumed_align=16)
-            for _ in range(3)]  # fmt: skip
+    return [
+        cute.runtime.make_fake_compact_tensor(dtype, shape, stride_order=(1, 0), assumed_align=16)
+        for _ in range(3)
+    ]

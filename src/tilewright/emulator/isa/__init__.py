@@ -11,7 +11,7 @@ import importlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ..errors import Unsupported
@@ -23,9 +23,23 @@ if TYPE_CHECKING:
 Effect = Callable[[], Any]
 Bind = Callable[[Instruction, "Lanes"], "Effect | None"]
 
-_FILES = ("integer", "float", "convert", "memory", "atomics", "control", "warp", "barriers",
-          "mma_sync", "wgmma", "tma", "bulk",
-          "tcgen05", "tcgen05_mma")  # fmt: skip
+_FILES = (
+    "integer",
+    "logic",
+    "float",
+    "convert",
+    "memory",
+    "atomics",
+    "control",
+    "warp",
+    "barriers",
+    "mma_sync",
+    "wgmma",
+    "tma",
+    "bulk",
+    "tcgen05",
+    "tcgen05_mma",
+)
 
 
 @dataclass(frozen=True)
@@ -81,7 +95,7 @@ def _pattern(spelling: str) -> re.Pattern[str]:
     return re.compile("".join(pieces))
 
 
-@lru_cache(maxsize=None)
+@cache
 def lookup(opcode: str) -> Entry:
     """The entry of an opcode; raises Unsupported and names the spellings that are known."""
     if not _entries:

@@ -22,12 +22,17 @@ _TYPES = "<.b32|.b64|.u32|.u64|.s32|.s64|.f32|.f64>"
 _HINT = "{.L2::cache_hint}"
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
-    "add": lambda old, b: old + b, "min": np.minimum, "max": np.maximum,
-    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
-    "exch": lambda old, b: b, "cas": lambda old, b, c: np.where(old == b, c, old),
+    "add": lambda old, b: old + b,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "exch": lambda old, b: b,
+    "cas": lambda old, b, c: np.where(old == b, c, old),
     "inc": lambda old, b: np.where(old >= b, 0, old + np.uint32(1)).astype(old.dtype),
     "dec": lambda old, b: np.where((old == 0) | (old > b), b, old - np.uint32(1)).astype(old.dtype),
-}  # fmt: skip
+}
 
 
 def _element(ins: Instruction) -> np.dtype:
@@ -46,8 +51,14 @@ def _name(ins: Instruction) -> str:
     return next(p for p in ins.parts[1:] if p in _OPERATIONS)
 
 
-def _apply(ins: Instruction, lanes: Lanes, address: Operand, sources: list[Operand],
-           d: np.ndarray | None, is_shared: bool) -> Effect:  # fmt: skip
+def _apply(
+    ins: Instruction,
+    lanes: Lanes,
+    address: Operand,
+    sources: list[Operand],
+    d: np.ndarray | None,
+    is_shared: bool,
+) -> Effect:
     """Lane by lane, in lane order: one of the orders that the hardware may choose."""
     kind, operation = _element(ins), _OPERATIONS[_name(ins)]
     machine, shared = lanes.cta.machine, lanes.cta.cluster.shared
@@ -58,12 +69,22 @@ def _apply(ins: Instruction, lanes: Lanes, address: Operand, sources: list[Opera
         at = get()
         if is_shared:
             shared.check(at, kind.itemsize)
-            parts: Any = [(np.arange(lanes.count), shared.views[kind.itemsize].view(kind),
-                           at // np.uint32(kind.itemsize))]  # fmt: skip
+            parts: Any = [
+                (
+                    np.arange(lanes.count),
+                    shared.views[kind.itemsize].view(kind),
+                    at // np.uint32(kind.itemsize),
+                )
+            ]
         else:
-            parts = [(np.arange(lanes.count)[chosen], machine.memory.view(t, kind.itemsize).view(kind),
-                      offsets // kind.itemsize)
-                     for chosen, t, offsets in machine.memory.parts(at, kind.itemsize)]  # fmt: skip
+            parts = [
+                (
+                    np.arange(lanes.count)[chosen],
+                    machine.memory.view(t, kind.itemsize).view(kind),
+                    offsets // kind.itemsize,
+                )
+                for chosen, t, offsets in machine.memory.parts(at, kind.itemsize)
+            ]
         for chosen, view, index in parts:
             for lane, i in zip(chosen, index, strict=True):
                 old = view[i]
@@ -74,8 +95,13 @@ def _apply(ins: Instruction, lanes: Lanes, address: Operand, sources: list[Opera
     return effect
 
 
-@instruction("atom" + _ORDER + _GLOBAL + _OPS + _TYPES, polls=True, effects=True, unit="atomic",
-             weight=_bytes)  # fmt: skip
+@instruction(
+    "atom" + _ORDER + _GLOBAL + _OPS + _TYPES,
+    polls=True,
+    effects=True,
+    unit="atomic",
+    weight=_bytes,
+)
 def atom_global(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.13.12 atom.global: returns the old value."""
     d, address, *sources = ins.operands
@@ -88,8 +114,13 @@ def atom_global(ins: Instruction, lanes: Lanes) -> Effect:
     return lambda: in_shared() if generic_is_shared(lanes, at()) else in_global()
 
 
-@instruction("atom" + _ORDER + _SHARED + _OPS + _TYPES, polls=True, effects=True, unit="atomic",
-             weight=_bytes)  # fmt: skip
+@instruction(
+    "atom" + _ORDER + _SHARED + _OPS + _TYPES,
+    polls=True,
+    effects=True,
+    unit="atomic",
+    weight=_bytes,
+)
 def atom_shared(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.13.12 atom.shared."""
     d, address, *sources = ins.operands
@@ -103,9 +134,18 @@ def red_shared(ins: Instruction, lanes: Lanes) -> Effect:
     return _apply(ins, lanes, ins.operands[0], list(ins.operands[1:]), None, is_shared=True)
 
 
-@instruction("red" + _ORDER + _GLOBAL + _OPS + "{.noftz}{.v2|.v4|.v8}{.v2|.v4|.v8}" + _HINT
-             + "<.b32|.b64|.u32|.u64|.s32|.s64|.f32|.f64|.f16x2|.bf16x2>", effects=True,
-             unit="atomic", weight=_bytes)  # fmt: skip
+@instruction(
+    "red"
+    + _ORDER
+    + _GLOBAL
+    + _OPS
+    + "{.noftz}{.v2|.v4|.v8}{.v2|.v4|.v8}"
+    + _HINT
+    + "<.b32|.b64|.u32|.u64|.s32|.s64|.f32|.f64|.f16x2|.bf16x2>",
+    effects=True,
+    unit="atomic",
+    weight=_bytes,
+)
 def red_global(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.13.13 red.global: no result; vectors are one reduction an element."""
     sources = lanes.vector(ins.operands[1])

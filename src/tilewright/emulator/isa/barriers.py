@@ -93,7 +93,10 @@ _SEM = "{.release|.relaxed}{.cta|.cluster}"
 @instruction("mbarrier.init{.shared|.shared::cta}.b64", effects=True)
 def mbarrier_init(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.13.15.9 mbarrier.init: a barrier that expects `count` arrivals a phase."""
-    addresses, counts = shared_addresses(lanes, ins.operands[0]), lanes.read(ins.operands[1], np.uint32)
+    addresses, counts = (
+        shared_addresses(lanes, ins.operands[0]),
+        lanes.read(ins.operands[1], np.uint32),
+    )
     cta, place = lanes.cta, lanes.place
 
     def effect() -> None:
@@ -151,8 +154,9 @@ def mbarrier_arrive(ins: Instruction, lanes: Lanes) -> Effect:
     return _arrive(ins, lanes, expects=False, arrives=True)
 
 
-@instruction("mbarrier.arrive.expect_tx" + _SEM + _SPACE + ".b64", effects=True,
-             unit="mbarrier arrive")  # fmt: skip
+@instruction(
+    "mbarrier.arrive.expect_tx" + _SEM + _SPACE + ".b64", effects=True, unit="mbarrier arrive"
+)
 def mbarrier_arrive_expect_tx(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.13.15.13 mbarrier.arrive.expect_tx: expect bytes, then arrive once."""
     return _arrive(ins, lanes, expects=True, arrives=True)
@@ -167,7 +171,10 @@ def mbarrier_expect_tx(ins: Instruction, lanes: Lanes) -> Effect:
 @instruction("mbarrier.complete_tx{.relaxed}{.cta|.cluster}" + _SPACE + ".b64", effects=True)
 def mbarrier_complete_tx(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.13.15.12 mbarrier.complete_tx: count bytes as come, without a copy."""
-    addresses, amounts = shared_addresses(lanes, ins.operands[0]), lanes.read(ins.operands[1], np.uint32)
+    addresses, amounts = (
+        shared_addresses(lanes, ins.operands[0]),
+        lanes.read(ins.operands[1], np.uint32),
+    )
 
     def effect() -> None:
         for address, chosen in each_address(lanes, addresses()):
@@ -242,8 +249,11 @@ def fence_mbarrier_init(ins: Instruction, lanes: Lanes) -> Effect | None:
 
 
 @instruction("fence.proxy.async{.global|.shared::cta|.shared::cluster}", effects=True)
-@instruction("fence.proxy.async::generic<.acquire|.release>.sync_restrict"
-             "<.shared::cta.cluster|.shared::cluster.cluster>", effects=True)  # fmt: skip
+@instruction(
+    "fence.proxy.async::generic<.acquire|.release>.sync_restrict"
+    "<.shared::cta.cluster|.shared::cluster.cluster>",
+    effects=True,
+)
 def fence_proxy_async(ins: Instruction, lanes: Lanes) -> Effect | None:
     """9.7.13.4 fence.proxy.async: orders generic accesses with those of the async proxy."""
     races = lanes.cta.machine.races

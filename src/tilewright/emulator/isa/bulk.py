@@ -15,21 +15,28 @@ from .tma import issues
 from .types import BF16, TYPES
 
 
-@instruction("cp.async.bulk<.shared::cta|.shared::cluster>.global.mbarrier::complete_tx::bytes"
-             "{.L2::cache_hint}", effects=True)  # fmt: skip
+@instruction(
+    "cp.async.bulk<.shared::cta|.shared::cluster>.global.mbarrier::complete_tx::bytes"
+    "{.L2::cache_hint}",
+    effects=True,
+)
 def bulk_load(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.9.25.4.1 cp.async.bulk, global to shared."""
     to, source, size, signal, *_ = ins.operands
-    operands = (shared_addresses(lanes, to), global_addresses(lanes, source),
-                shared_addresses(lanes, signal))  # fmt: skip
-    machine, memory = lanes.cta.machine, lanes.cta.machine.memory
+    operands = (
+        shared_addresses(lanes, to),
+        global_addresses(lanes, source),
+        shared_addresses(lanes, signal),
+    )
+    memory = lanes.cta.machine.memory
 
     def fetch(address: int, count: int, agent: Any) -> np.ndarray:
         chosen = memory.parts(np.array([address], np.uint64), 16)[0]
         start = int(chosen[2][0])
         if start + count > len(chosen[1].bytes):
-            raise OutOfBounds(f"{count} bytes at offset {start} of {chosen[1].name}, "
-                              f"{len(chosen[1].bytes)} bytes")  # fmt: skip
+            raise OutOfBounds(
+                f"{count} bytes at offset {start} of {chosen[1].name}, {len(chosen[1].bytes)} bytes"
+            )
         return chosen[1].bytes[start : start + count]
 
     return _to_shared(ins, lanes, operands, lanes.read(size, np.uint32), fetch, "bulk load")
@@ -39,8 +46,11 @@ def bulk_load(ins: Instruction, lanes: Lanes) -> Effect:
 def bulk_exchange(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.9.25.4.1 cp.async.bulk, shared to the shared memory of another CTA."""
     to, source, size, signal = ins.operands
-    operands = (shared_addresses(lanes, to), shared_addresses(lanes, source),
-                shared_addresses(lanes, signal))  # fmt: skip
+    operands = (
+        shared_addresses(lanes, to),
+        shared_addresses(lanes, source),
+        shared_addresses(lanes, signal),
+    )
     shared, races, place = lanes.cta.cluster.shared, lanes.cta.machine.races, lanes.place
 
     def fetch(address: int, count: int, agent: Any) -> np.ndarray:
@@ -54,8 +64,9 @@ def bulk_exchange(ins: Instruction, lanes: Lanes) -> Effect:
     return _to_shared(ins, lanes, operands, lanes.read(size, np.uint32), fetch, "DSMEM copy")
 
 
-def _to_shared(ins: Instruction, lanes: Lanes, operands: Any, sizes: np.ndarray, fetch: Any,
-               name: str) -> Effect:  # fmt: skip
+def _to_shared(
+    ins: Instruction, lanes: Lanes, operands: Any, sizes: np.ndarray, fetch: Any, name: str
+) -> Effect:
     machine, cluster, races = lanes.cta.machine, lanes.cta.cluster, lanes.cta.machine.races
     place = lanes.place
     assert place
@@ -63,8 +74,10 @@ def _to_shared(ins: Instruction, lanes: Lanes, operands: Any, sizes: np.ndarray,
     def issue(warp: int, values: tuple[int, ...]) -> None:
         target, source, signal, count = values
         if count % 16 or target % 16 or source % 16:
-            raise OutOfBounds(f"{ins.opcode}: {count} bytes from {source:#x} to {target:#x} are not "
-                              "multiples of 16")  # fmt: skip
+            raise OutOfBounds(
+                f"{ins.opcode}: {count} bytes from {source:#x} to {target:#x} are not "
+                "multiples of 16"
+            )
         agent = races.issue(lanes.cta, warp, name) if races else None
 
         def run() -> None:
@@ -91,20 +104,33 @@ def _to_shared(ins: Instruction, lanes: Lanes, operands: Any, sizes: np.ndarray,
 
 
 @instruction("cp.async.bulk.global.shared::cta.bulk_group{.L2::cache_hint}", effects=True)
-@instruction("cp.reduce.async.bulk.global.shared::cta.bulk_group{.L2::cache_hint}<.add|.min|.max|.and"
-             "|.or|.xor>{.noftz}<.f16|.bf16|.f32|.f64|.u32|.s32|.u64|.b32|.b64>", effects=True)  # fmt: skip
+@instruction(
+    "cp.reduce.async.bulk.global.shared::cta.bulk_group{.L2::cache_hint}<.add|.min|.max|.and"
+    "|.or|.xor>{.noftz}<.f16|.bf16|.f32|.f64|.u32|.s32|.u64|.b32|.b64>",
+    effects=True,
+)
 def bulk_store(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.9.25.4.1 and .2 cp(.reduce).async.bulk, shared to global."""
     reduces = ins.parts[1] == "reduce"
     kind = np.dtype(np.uint8)
     if reduces:
         kind = BF16 if ins.parts[-1] == "bf16" else TYPES[ins.parts[-1]]
-    operation = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and,
-                 "or": np.bitwise_or, "xor": np.bitwise_xor}[
-        next(p for p in ins.parts if p in ("add", "min", "max", "and", "or", "xor"))
-    ] if reduces else None  # fmt: skip
-    targets, sources = (global_addresses(lanes, ins.operands[0]),
-                        shared_addresses(lanes, ins.operands[1]))  # fmt: skip
+    operation = (
+        {
+            "add": np.add,
+            "min": np.minimum,
+            "max": np.maximum,
+            "and": np.bitwise_and,
+            "or": np.bitwise_or,
+            "xor": np.bitwise_xor,
+        }[next(p for p in ins.parts if p in ("add", "min", "max", "and", "or", "xor"))]
+        if reduces
+        else None
+    )
+    targets, sources = (
+        global_addresses(lanes, ins.operands[0]),
+        shared_addresses(lanes, ins.operands[1]),
+    )
     sizes, cta, place = lanes.read(ins.operands[2], np.uint32), lanes.cta, lanes.place
     machine, shared, races = cta.machine, cta.cluster.shared, cta.machine.races
     assert place
@@ -115,8 +141,10 @@ def bulk_store(ins: Instruction, lanes: Lanes) -> Effect:
         _, tensor, offsets = machine.memory.parts(np.array([target], np.uint64), 16)[0]
         start = int(offsets[0])
         if count % 16 or source % 16 or start + count > len(tensor.bytes):
-            raise OutOfBounds(f"{ins.opcode}: {count} bytes from shared {source:#x} to offset {start} "
-                              f"of {tensor.name}, {len(tensor.bytes)} bytes")  # fmt: skip
+            raise OutOfBounds(
+                f"{ins.opcode}: {count} bytes from shared {source:#x} to offset {start} "
+                f"of {tensor.name}, {len(tensor.bytes)} bytes"
+            )
         agent = races.issue(cta, warp, "bulk store") if races else None
 
         def run() -> None:
@@ -201,13 +229,19 @@ def _async_bytes(ins: Instruction) -> int:
     return size.bits
 
 
-@instruction("cp.async<.ca|.cg><.shared|.shared::cta>.global{.L2::cache_hint}{.L2::64B|.L2::128B|.L2::256B}",
-             effects=True, unit="cp.async bytes", weight=_async_bytes)  # fmt: skip
+@instruction(
+    "cp.async<.ca|.cg><.shared|.shared::cta>.global{.L2::cache_hint}{.L2::64B|.L2::128B|.L2::256B}",
+    effects=True,
+    unit="cp.async bytes",
+    weight=_async_bytes,
+)
 def cp_async(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.9.25.3.1 cp.async: `cp-size` bytes a lane, of which `src-size` are read, the rest 0."""
     cta, size, place = lanes.cta, _async_bytes(ins), lanes.place
-    targets, sources = (shared_addresses(lanes, ins.operands[0]),
-                        global_addresses(lanes, ins.operands[1]))  # fmt: skip
+    targets, sources = (
+        shared_addresses(lanes, ins.operands[0]),
+        global_addresses(lanes, ins.operands[1]),
+    )
     reads = lanes.read(ins.operands[3], np.uint32) if len(ins.operands) > 3 else None
     machine, shared, races = cta.machine, cta.cluster.shared, cta.machine.races
     assert place
@@ -242,14 +276,19 @@ def _fetch(memory: Any, source: np.ndarray, wanted: np.ndarray, size: int) -> np
         lanes = np.flatnonzero(wanted == count)
         for chosen, tensor, offsets in memory.parts(source[lanes], 1):
             if int(offsets.max()) + count > len(tensor.bytes):
-                raise OutOfBounds(f"{count} bytes at offset {int(offsets.max())} of {tensor.name}, "
-                                  f"{len(tensor.bytes)} bytes")  # fmt: skip
+                raise OutOfBounds(
+                    f"{count} bytes at offset {int(offsets.max())} of {tensor.name}, "
+                    f"{len(tensor.bytes)} bytes"
+                )
             data[lanes[chosen], :count] = tensor.bytes[offsets[:, None] + np.arange(count)]
     return data
 
 
-@instruction("st.async{.weak}{.shared::cluster}.mbarrier::complete_tx::bytes{.v2|.v4}"
-             "<.b32|.u32|.s32|.f32|.b64|.u64|.s64|.f64>", effects=True)  # fmt: skip
+@instruction(
+    "st.async{.weak}{.shared::cluster}.mbarrier::complete_tx::bytes{.v2|.v4}"
+    "<.b32|.u32|.s32|.f32|.b64|.u64|.s64|.f64>",
+    effects=True,
+)
 def st_async(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.9.13 st.async: store to a CTA of the cluster and count the bytes at its mbarrier."""
     kind, cta, place = TYPES[ins.parts[-1]], lanes.cta, lanes.place

@@ -1,4 +1,4 @@
-"""Register budgets, dependent launches and instructions without effect here (PTX ISA 9.7.12-9.7.20).
+"""Register budgets, dependent launches, instructions without effect here (PTX ISA 9.7.12-9.7.20).
 
 Branches, ret and exit end a basic block and are not bound: see program.py.
 """
@@ -34,8 +34,10 @@ def setmaxnreg(ins: Instruction, lanes: Lanes) -> Effect:
                 raise ResourceMisuse(f"setmaxnreg.{ins.parts[1]} from {old} to {count.bits}")
             budgets[warp] = count.bits
         if 32 * sum(budgets.values()) > pool:
-            raise ResourceMisuse(f"setmaxnreg: budgets {budgets} of the warps need "
-                                 f"{32 * sum(budgets.values())} registers, there are {pool}")  # fmt: skip
+            raise ResourceMisuse(
+                f"setmaxnreg: budgets {budgets} of the warps need "
+                f"{32 * sum(budgets.values())} registers, there are {pool}"
+            )
 
     return effect
 

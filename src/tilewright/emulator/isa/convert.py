@@ -33,8 +33,9 @@ def cvt_int(ins: Instruction, lanes: Lanes) -> Effect:
 _INT_ROUNDING = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
 
-@instruction(f"cvt<.rni|.rzi|.rmi|.rpi>{{.ftz}}{{.sat}}<{_INTS}><.f16|.bf16|.f32|.f64>",
-             unit="convert")  # fmt: skip
+@instruction(
+    f"cvt<.rni|.rzi|.rmi|.rpi>{{.ftz}}{{.sat}}<{_INTS}><.f16|.bf16|.f32|.f64>", unit="convert"
+)
 def cvt_to_int(ins: Instruction, lanes: Lanes) -> Effect:
     """cvt float to integer: rounded, clamped to the range, NaN to 0."""
     to, source = type_of(ins.parts[-2]), type_of(ins.parts[-1])
@@ -56,8 +57,9 @@ def cvt_from_int(ins: Instruction, lanes: Lanes) -> Effect:
     if ins.parts[1] != "rn" or "sat" in ins.parts:
         raise Unsupported(f"{ins.opcode}: only .rn")
     a = lanes.wide(ins.operands[1], type_of(ins.parts[-1]))
-    return partial(np.copyto, lanes.write(ins.operands[0], type_of(ins.parts[-2])), a,
-                   casting="unsafe")  # fmt: skip
+    return partial(
+        np.copyto, lanes.write(ins.operands[0], type_of(ins.parts[-2])), a, casting="unsafe"
+    )
 
 
 @instruction("cvt<.rn|.rni|.rzi|.rmi|.rpi>{.ftz}.f32.f32", unit="convert")
@@ -65,8 +67,11 @@ def cvt_round(ins: Instruction, lanes: Lanes) -> Effect:
     """cvt.f32.f32: round to an integral value."""
     if ins.parts[1] == "rn":
         raise Unsupported(ins.opcode)
-    return partial(_INT_ROUNDING[ins.parts[1]], lanes.read(ins.operands[1], np.float32),
-                   lanes.write(ins.operands[0], np.float32))  # fmt: skip
+    return partial(
+        _INT_ROUNDING[ins.parts[1]],
+        lanes.read(ins.operands[1], np.float32),
+        lanes.write(ins.operands[0], np.float32),
+    )
 
 
 @instruction("cvt{.ftz}<.f32.f16|.f32.bf16|.f64.f32>", unit="convert")
@@ -108,8 +113,9 @@ def _rounded_store(ins: Instruction, a: np.ndarray, d: np.ndarray) -> Effect:
     if "rz" in ins.parts:
         if d.dtype.name != "bfloat16":
             raise Unsupported(f"{ins.opcode}: .rz to bf16 only")
-        return lambda: np.copyto(d, (a.view(np.uint32) & 0xFFFF0000).view(np.float32),
-                                 casting="unsafe")  # fmt: skip
+        return lambda: np.copyto(
+            d, (a.view(np.uint32) & 0xFFFF0000).view(np.float32), casting="unsafe"
+        )
     if "relu" in ins.parts:
         return lambda: np.copyto(d, np.fmax(a, 0), casting="unsafe")
     return partial(np.copyto, d, a, casting="unsafe")
@@ -158,22 +164,31 @@ def cvt_tf32(ins: Instruction, lanes: Lanes) -> Effect:
 @instruction("cvta{.to}<.global|.param|.const|.local>.u64")
 def cvta(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.9.20 cvta: generic addresses of these spaces are the addresses themselves here."""
-    return partial(np.copyto, lanes.write(ins.operands[0], np.uint64),
-                   lanes.read(ins.operands[1], np.uint64))  # fmt: skip
+    return partial(
+        np.copyto, lanes.write(ins.operands[0], np.uint64), lanes.read(ins.operands[1], np.uint64)
+    )
 
 
 @instruction("cvta<.shared|.shared::cta|.shared::cluster>.u64")
 def cvta_shared(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.9.20 cvta: shared to generic."""
-    return partial(np.add, lanes.read(ins.operands[1], np.uint64), np.uint64(SHARED_WINDOW),
-                   lanes.write(ins.operands[0], np.uint64))  # fmt: skip
+    return partial(
+        np.add,
+        lanes.read(ins.operands[1], np.uint64),
+        np.uint64(SHARED_WINDOW),
+        lanes.write(ins.operands[0], np.uint64),
+    )
 
 
 @instruction("cvta.to<.shared|.shared::cta|.shared::cluster>.u64")
 def cvta_to_shared(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.9.20 cvta.to: generic to shared."""
-    return partial(np.subtract, lanes.read(ins.operands[1], np.uint64), np.uint64(SHARED_WINDOW),
-                   lanes.write(ins.operands[0], np.uint64))  # fmt: skip
+    return partial(
+        np.subtract,
+        lanes.read(ins.operands[1], np.uint64),
+        np.uint64(SHARED_WINDOW),
+        lanes.write(ins.operands[0], np.uint64),
+    )
 
 
 @instruction("mapa{.shared::cluster}<.u32|.u64>", unit="alu")

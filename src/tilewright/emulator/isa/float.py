@@ -18,8 +18,11 @@ from . import Effect, instruction
 from .types import BF16, packed, packed_destination, type_of
 
 _SMALLEST_NORMAL = np.float32(2.0**-126)
-_PACKED = {"f32x2": (np.uint64, np.dtype(np.float32)), "f16x2": (np.uint32, np.dtype(np.float16)),
-           "bf16x2": (np.uint32, BF16)}  # fmt: skip
+_PACKED = {
+    "f32x2": (np.uint64, np.dtype(np.float32)),
+    "f16x2": (np.uint32, np.dtype(np.float16)),
+    "bf16x2": (np.uint32, BF16),
+}
 _ALL = "<.f32|.f64|.f16|.bf16|.f32x2|.f16x2|.bf16x2>"
 
 
@@ -37,8 +40,6 @@ def _views(ins: Instruction, lanes: Lanes) -> tuple[np.ndarray, list[np.ndarray]
     kind = type_of(name)
     sources = [lanes.read(o, kind) for o in ins.operands[1:]]
     return lanes.write(ins.operands[0], kind), sources
-
-
 
 
 def _flushed(values: np.ndarray) -> np.ndarray:
@@ -105,15 +106,23 @@ def _fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return np.multiply(a, b, dtype=np.float64) + c
 
 
-@instruction("fma.rn{.ftz}{.sat}{.relu}<.f32|.f16|.bf16|.f32x2|.f16x2|.bf16x2>", unit="fma",
-             weight=_lanes_packed)  # fmt: skip
+@instruction(
+    "fma.rn{.ftz}{.sat}{.relu}<.f32|.f16|.bf16|.f32x2|.f16x2|.bf16x2>",
+    unit="fma",
+    weight=_lanes_packed,
+)
 def fma(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.3.7, 9.7.4.4 fma: one rounding (of a float64 sum; double rounding below 2^-29)."""
     d, (a, b, c) = _views(ins, lanes)
     if d.dtype != np.float32:
         a, b, c = (np.asarray(x) for x in (a, b, c))
-        return _finish(ins, lambda: _fused(a.astype(np.float64), b.astype(np.float64),
-                                           c.astype(np.float64)).astype(d.dtype), d)  # fmt: skip
+        return _finish(
+            ins,
+            lambda: _fused(a.astype(np.float64), b.astype(np.float64), c.astype(np.float64)).astype(
+                d.dtype
+            ),
+            d,
+        )
     if not {"ftz", "sat", "relu"} & set(ins.parts):
         return lambda: np.copyto(d, _fused(a, b, c), casting="unsafe")
     return _finish(ins, lambda: _fused(a, b, c).astype(np.float32), d)
@@ -151,15 +160,17 @@ def _extremum(ins: Instruction, lanes: Lanes, plain: np.ufunc, keeping_nan: np.u
     return _arithmetic(ins, lanes, operation)
 
 
-@instruction("max{.ftz}{.NaN}<.f32|.f64|.f16|.bf16|.f16x2|.bf16x2>", unit="alu",
-             weight=_lanes_packed)  # fmt: skip
+@instruction(
+    "max{.ftz}{.NaN}<.f32|.f64|.f16|.bf16|.f16x2|.bf16x2>", unit="alu", weight=_lanes_packed
+)
 def max_float(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.3.12 max, of two or three: a NaN operand is ignored unless .NaN."""
     return _extremum(ins, lanes, np.fmax, np.maximum)
 
 
-@instruction("min{.ftz}{.NaN}<.f32|.f64|.f16|.bf16|.f16x2|.bf16x2>", unit="alu",
-             weight=_lanes_packed)  # fmt: skip
+@instruction(
+    "min{.ftz}{.NaN}<.f32|.f64|.f16|.bf16|.f16x2|.bf16x2>", unit="alu", weight=_lanes_packed
+)
 def min_float(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.3.11 min, of two or three."""
     return _extremum(ins, lanes, np.fmin, np.minimum)
@@ -186,8 +197,9 @@ def _special(ins: Instruction, lanes: Lanes, function: Callable[..., np.ndarray]
     return _finish(ins, lambda: function(a.astype(np.float32)).astype(d.dtype), d)
 
 
-@instruction("ex2.approx{.ftz}<.f32|.f16|.f16x2|.bf16|.bf16x2>", unit="special",
-             weight=_lanes_packed)  # fmt: skip
+@instruction(
+    "ex2.approx{.ftz}<.f32|.f16|.f16x2|.bf16|.bf16x2>", unit="special", weight=_lanes_packed
+)
 def ex2(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.3.22 ex2: 2 ** a."""
     if ins.opcode != "ex2.approx.ftz.f32":

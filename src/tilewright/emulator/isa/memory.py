@@ -17,9 +17,11 @@ from .types import type_of
 
 _TYPES = "<.b8|.b16|.b32|.b64|.u8|.u16|.u32|.u64|.s8|.s16|.s32|.s64|.f32|.f64>"
 _VECTORS = "{.v2|.v4|.v8}"
-_CACHE = ("{.L1::no_allocate|.L1::evict_last|.L1::evict_first|.L1::evict_normal|.L1::evict_unchanged"
-          "|.ca|.cg|.cs|.lu|.cv|.wb|.wt}{.L2::evict_last|.L2::evict_first|.L2::evict_normal}"
-          "{.L2::cache_hint}{.L2::64B|.L2::128B|.L2::256B}")  # fmt: skip
+_CACHE = (
+    "{.L1::no_allocate|.L1::evict_last|.L1::evict_first|.L1::evict_normal|.L1::evict_unchanged"
+    "|.ca|.cg|.cs|.lu|.cv|.wb|.wt}{.L2::evict_last|.L2::evict_first|.L2::evict_normal}"
+    "{.L2::cache_hint}{.L2::64B|.L2::128B|.L2::256B}"
+)
 _ORDER = "{.weak|.relaxed.cta|.relaxed.cluster|.relaxed.gpu|.relaxed.sys|.acquire.cta|.acquire.cluster|.acquire.gpu|.acquire.sys|.volatile}"  # noqa: E501
 _RELEASE = _ORDER.replace("acquire", "release")
 
@@ -86,8 +88,11 @@ def ld_param(ins: Instruction, lanes: Lanes) -> Effect:
     return effect
 
 
-@instruction("ld" + _ORDER + "<.shared|.shared::cta|.shared::cluster>" + _VECTORS + _TYPES,
-             unit="shared load", weight=bytes_moved)  # fmt: skip
+@instruction(
+    "ld" + _ORDER + "<.shared|.shared::cta|.shared::cluster>" + _VECTORS + _TYPES,
+    unit="shared load",
+    weight=bytes_moved,
+)
 def ld_shared(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.9.8 ld.shared."""
     kind, count = type_of(ins.parts[-1]), count_of(ins)
@@ -95,8 +100,9 @@ def ld_shared(ins: Instruction, lanes: Lanes) -> Effect:
     return _load_shared(lanes, addresses, kind, count, destinations)
 
 
-def _load_shared(lanes: Lanes, addresses: Any, kind: np.dtype, count: int,
-                 destinations: list[np.ndarray]) -> Effect:  # fmt: skip
+def _load_shared(
+    lanes: Lanes, addresses: Any, kind: np.dtype, count: int, destinations: list[np.ndarray]
+) -> Effect:
     shared, machine, unit = lanes.cta.cluster.shared, lanes.cta.machine, kind.itemsize
     view = shared.views[unit].view(kind)
     columns = [(view[i:], shared.marks[unit][i:], d) for i, d in enumerate(destinations)]
@@ -123,15 +129,20 @@ def _load_shared(lanes: Lanes, addresses: Any, kind: np.dtype, count: int,
     return effect
 
 
-@instruction("ld{.weak}.global{.nc}" + _CACHE + _VECTORS + _TYPES, unit="global load",
-             weight=bytes_moved)  # fmt: skip
+@instruction(
+    "ld{.weak}.global{.nc}" + _CACHE + _VECTORS + _TYPES, unit="global load", weight=bytes_moved
+)
 def ld_global(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.9.8, 9.7.9.9 ld.global: bounds are those of the tensor that the address lies in."""
     return _load_global(ins, lanes, global_addresses(lanes, ins.operands[1]))
 
 
-@instruction("ld<.relaxed|.acquire|.volatile>{.cta|.cluster|.gpu|.sys}.global" + _CACHE + _VECTORS
-             + _TYPES, unit="global load", weight=bytes_moved, polls=True)  # fmt: skip
+@instruction(
+    "ld<.relaxed|.acquire|.volatile>{.cta|.cluster|.gpu|.sys}.global" + _CACHE + _VECTORS + _TYPES,
+    unit="global load",
+    weight=bytes_moved,
+    polls=True,
+)
 def ld_global_polled(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.9.8 ld.acquire, ld.relaxed, ld.volatile: may be a loop's look at another CTA's flag."""
     return _load_global(ins, lanes, global_addresses(lanes, ins.operands[1]))
@@ -156,17 +167,23 @@ def _sources(ins: Instruction, lanes: Lanes) -> list[np.ndarray]:
     return [lanes.wide(o, kind) for o in lanes.vector(ins.operands[1])]
 
 
-@instruction("st" + _RELEASE + "<.shared|.shared::cta|.shared::cluster>" + _VECTORS + _TYPES,
-             effects=True, unit="shared store", weight=bytes_moved)  # fmt: skip
+@instruction(
+    "st" + _RELEASE + "<.shared|.shared::cta|.shared::cluster>" + _VECTORS + _TYPES,
+    effects=True,
+    unit="shared store",
+    weight=bytes_moved,
+)
 def st_shared(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.9.12 st.shared."""
     kind, count = type_of(ins.parts[-1]), count_of(ins)
-    return _store_shared(lanes, shared_addresses(lanes, ins.operands[0]), kind, count,
-                         _sources(ins, lanes))  # fmt: skip
+    return _store_shared(
+        lanes, shared_addresses(lanes, ins.operands[0]), kind, count, _sources(ins, lanes)
+    )
 
 
-def _store_shared(lanes: Lanes, addresses: Any, kind: np.dtype, count: int,
-                  sources: list[np.ndarray]) -> Effect:  # fmt: skip
+def _store_shared(
+    lanes: Lanes, addresses: Any, kind: np.dtype, count: int, sources: list[np.ndarray]
+) -> Effect:
     shared, unit, place = lanes.cta.cluster.shared, kind.itemsize, lanes.place
     view, marks, full = shared.views[unit].view(kind), shared.marks[unit], shared.all_written[unit]
     columns = [(view[i:], marks[i:], s) for i, s in enumerate(sources)]
@@ -185,8 +202,12 @@ def _store_shared(lanes: Lanes, addresses: Any, kind: np.dtype, count: int,
     return effect
 
 
-@instruction("st" + _RELEASE + ".global" + _CACHE + _VECTORS + _TYPES, effects=True,
-             unit="global store", weight=bytes_moved)  # fmt: skip
+@instruction(
+    "st" + _RELEASE + ".global" + _CACHE + _VECTORS + _TYPES,
+    effects=True,
+    unit="global store",
+    weight=bytes_moved,
+)
 def st_global(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.9.12 st.global."""
     kind, count = type_of(ins.parts[-1]), count_of(ins)
@@ -202,8 +223,9 @@ def st_global(ins: Instruction, lanes: Lanes) -> Effect:
     return effect
 
 
-@instruction("ld" + _ORDER + ".local" + _CACHE + _VECTORS + _TYPES, unit="local load",
-             weight=bytes_moved)  # fmt: skip
+@instruction(
+    "ld" + _ORDER + ".local" + _CACHE + _VECTORS + _TYPES, unit="local load", weight=bytes_moved
+)
 def ld_local(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.9.8 ld.local: memory of the thread, spilled or indexed arrays."""
     kind, addresses = type_of(ins.parts[-1]), _local_addresses(lanes, ins.operands[1])
@@ -219,8 +241,9 @@ def ld_local(ins: Instruction, lanes: Lanes) -> Effect:
     return effect
 
 
-@instruction("st" + _ORDER + ".local" + _CACHE + _VECTORS + _TYPES, unit="local store",
-             weight=bytes_moved)  # fmt: skip
+@instruction(
+    "st" + _ORDER + ".local" + _CACHE + _VECTORS + _TYPES, unit="local store", weight=bytes_moved
+)
 def st_local(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.9.12 st.local."""
     kind, addresses = type_of(ins.parts[-1]), _local_addresses(lanes, ins.operands[0])
@@ -256,14 +279,19 @@ def generic_is_shared(lanes: Lanes, addresses: np.ndarray) -> bool:
     return bool(inside[0])
 
 
-@instruction("ld{.weak|.relaxed|.acquire|.volatile}{.cta|.cluster|.gpu|.sys}" + _VECTORS + _TYPES,
-             polls=True, unit="global load", weight=bytes_moved)  # fmt: skip
+@instruction(
+    "ld{.weak|.relaxed|.acquire|.volatile}{.cta|.cluster|.gpu|.sys}" + _VECTORS + _TYPES,
+    polls=True,
+    unit="global load",
+    weight=bytes_moved,
+)
 def ld_generic(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.9.8 ld without a state space: the address says which."""
     kind, count = type_of(ins.parts[-1]), count_of(ins)
     addresses, destinations = global_addresses(lanes, ins.operands[1]), _destinations(ins, lanes)
-    shared = _load_shared(lanes, shared_addresses(lanes, ins.operands[1]), kind, count,
-                          destinations)  # fmt: skip
+    shared = _load_shared(
+        lanes, shared_addresses(lanes, ins.operands[1]), kind, count, destinations
+    )
     other = _load_global(ins, lanes, addresses)
     return lambda: shared() if generic_is_shared(lanes, addresses()) else other()
 
@@ -280,5 +308,3 @@ def prefetch(ins: Instruction, lanes: Lanes) -> None:
 def createpolicy(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.9.18 createpolicy: cache policies do not matter here; any value does."""
     return partial(np.copyto, lanes.write(ins.operands[0], np.uint64), np.uint64(0))
-
-

@@ -25,7 +25,9 @@ def _codes(words: np.ndarray, warps: int, rows: int, size: int) -> np.ndarray:
     return whole.reshape(warps, rows, -1).view(f"u{size}")
 
 
-@instruction("mma.sync.aligned" + _SHAPES + ".row.col<.f32>" + _TYPES + _TYPES + ".f32", together=32)
+@instruction(
+    "mma.sync.aligned" + _SHAPES + ".row.col<.f32>" + _TYPES + _TYPES + ".f32", together=32
+)
 @instruction("mma.sync.aligned" + _SHAPES + ".row.col.f16.f16.f16.f16", together=32)
 def mma(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.14.5.14 mma.sync: D [16, 8] = A [16, k] B [k, 8] + C."""

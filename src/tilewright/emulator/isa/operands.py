@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from .types import TYPES
 SIZES = {"f16": 2, "bf16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1}
 
 
-@lru_cache(maxsize=None)
+@cache
 def _table(name: str) -> np.ndarray:
     """The float32 value of every 8-bit code."""
     return np.arange(256, dtype=np.uint8).view(TYPES[name]).astype(np.float32)
@@ -34,8 +34,17 @@ def to_float32(raw: np.ndarray, name: str) -> np.ndarray:
     raise Unsupported(f"matrix element type .{name}")
 
 
-def read_tile(shared: Shared, descriptor: Descriptor, rows: int, depth: int, name: str,
-              mn_major: bool, rank: int, check: bool, watch: Any = None) -> np.ndarray:  # fmt: skip
+def read_tile(
+    shared: Shared,
+    descriptor: Descriptor,
+    rows: int,
+    depth: int,
+    name: str,
+    mn_major: bool,
+    rank: int,
+    check: bool,
+    watch: Any = None,
+) -> np.ndarray:
     """An operand [row, k] in float32 from the shared memory of CTA `rank`.
 
     `watch` is called with the byte addresses of the units read, for race detection.
@@ -60,5 +69,3 @@ def element_types(names: list[str], place: Place | None) -> tuple[str, str]:
         if name not in SIZES:
             raise Unsupported(f"matrix element type .{name}", place)
     return names[0], names[1]
-
-

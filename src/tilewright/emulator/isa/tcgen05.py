@@ -1,8 +1,8 @@
-"""Tensor memory of sm_100a: allocation, loads, stores, waits, commits (PTX ISA 9.7.16.7-9.7.16.12)."""
+"""Tensor memory of sm_100a: allocation, loads, stores, waits, commits (PTX ISA 9.7.16.7 on)."""
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -32,19 +32,26 @@ def _one_warp(ins: Instruction, lanes: Lanes) -> int:
 _GROUPS = "<.cta_group::1|.cta_group::2>"
 
 
-@instruction("tcgen05.alloc" + _GROUPS + ".sync.aligned{.shared::cta}.b32", together=32, effects=True)
+@instruction(
+    "tcgen05.alloc" + _GROUPS + ".sync.aligned{.shared::cta}.b32", together=32, effects=True
+)
 def alloc(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.16.7.1 tcgen05.alloc: columns for the CTA (or the pair); the address goes to shared."""
     warp, memory, cta = _one_warp(ins, lanes), tensor_memory(lanes), lanes.cta
-    addresses, columns = shared_addresses(lanes, ins.operands[0]), lanes.read(ins.operands[1], np.uint32)
+    addresses, columns = (
+        shared_addresses(lanes, ins.operands[0]),
+        lanes.read(ins.operands[1], np.uint32),
+    )
     shared, place = cta.cluster.shared, lanes.place
 
     def effect() -> None:
         at, count = addresses()[:1], int(columns[0])
         start = memory.allocate(count)
         if start is None:
-            raise ResourceMisuse(f"tcgen05.alloc of {count} columns waits for ever: allocated are "
-                                 f"{memory.allocations}")  # fmt: skip
+            raise ResourceMisuse(
+                f"tcgen05.alloc of {count} columns waits for ever: allocated are "
+                f"{memory.allocations}"
+            )
         shared.check(at, 4)
         shared.views[4][at >> 2] = start
         shared.mark(at >> 2, 4)
@@ -78,7 +85,7 @@ def relinquish(ins: Instruction, lanes: Lanes) -> Effect:
 _SHAPES = {"32x32b": (32, 1, 1), "16x64b": (16, 1, 2), "16x128b": (16, 2, 4), "16x256b": (16, 4, 8)}
 
 
-@lru_cache(maxsize=None)
+@cache
 def fragment(shape: str, repeat: int) -> tuple[np.ndarray, np.ndarray]:
     """(lane, column) offsets of register [i, thread]: 9.7.16.2.3, figures of the fragments."""
     _, registers, columns = _SHAPES[shape]
@@ -117,12 +124,16 @@ class _Transfer:
 
     def origin(self, warp_index: int) -> tuple[int, int]:
         """The lane and column that a warp's access starts at."""
-        address = int(self.base[32 * warp_index] if len(self.base) > 1 else self.base[0]) + self.offset
+        address = (
+            int(self.base[32 * warp_index] if len(self.base) > 1 else self.base[0]) + self.offset
+        )
         lane, column = address >> 16, address & 0xFFFF
         warp = self.lanes.warps[warp_index]
         if lane // 32 != warp % 4:
-            raise OutOfBounds(f"warp {warp} accesses tensor memory lane {lane}; it reaches lanes "
-                              f"{32 * (warp % 4)} to {32 * (warp % 4) + 31}")  # fmt: skip
+            raise OutOfBounds(
+                f"warp {warp} accesses tensor memory lane {lane}; it reaches lanes "
+                f"{32 * (warp % 4)} to {32 * (warp % 4) + 31}"
+            )
         self.memory.check(lane, self.height, column, self.width)
         return lane, column
 
@@ -132,7 +143,7 @@ def load(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.16.8.1 tcgen05.ld: tensor memory to registers.
 
     The manual asks for tcgen05.wait::ld before the registers are used. Compiled kernels that are
-    known to be right leave it out (the hardware tracks the registers), so the value is there at once.
+    known to be right leave it out (the hardware tracks the registers), so it is there at once.
     """
     transfer = _Transfer(ins, lanes, ins.operands[1], ins.operands[0])
     machine, cta, memory = lanes.cta.machine, lanes.cta, transfer.memory
@@ -170,8 +181,9 @@ def store(ins: Instruction, lanes: Lanes) -> Effect:
             memory.cells[lane + transfer.rows, column + transfer.columns] = values
             memory.written[lane : lane + height, column : column + width] = True
             if machine.races:
-                machine.races.tensor_access(cta, cta.rank, agent, lane, height, column, width, True,
-                                            place)  # fmt: skip
+                machine.races.tensor_access(
+                    cta, cta.rank, agent, lane, height, column, width, True, place
+                )
 
         operation = machine.queue.submit(("tcgen05.st", id(cta), warp), run, place)
         cta.cluster.group(("tcgen05.st", cta.rank, warp)).open.append((operation, agent))
@@ -213,8 +225,11 @@ def fence(ins: Instruction, lanes: Lanes) -> None:
     """
 
 
-@instruction("tcgen05.commit" + _GROUPS + ".mbarrier::arrive::one{.shared::cluster}"
-             "{.multicast::cluster}.b64", effects=True)  # fmt: skip
+@instruction(
+    "tcgen05.commit" + _GROUPS + ".mbarrier::arrive::one{.shared::cluster}"
+    "{.multicast::cluster}.b64",
+    effects=True,
+)
 def commit(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.16.10.1 tcgen05.commit: one arrival when the products issued so far are complete."""
     addresses, cta, place = shared_addresses(lanes, ins.operands[0]), lanes.cta, lanes.place

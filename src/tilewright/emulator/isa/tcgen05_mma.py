@@ -44,19 +44,23 @@ def decode_shape(bits: int, kind: str, ctas: int) -> Shape:
     types = _TYPES[kind]
     a, b, d = bits >> 7 & 7, bits >> 10 & 7, bits >> 4 & 3
     if bits & _UNKNOWN_BITS or a not in types or b not in types or d != 1:
-        raise Unsupported(f"instruction descriptor {bits:#x} of kind::{kind}: types {a}, {b}, "
-                          f"accumulator {d}")  # fmt: skip
+        raise Unsupported(
+            f"instruction descriptor {bits:#x} of kind::{kind}: types {a}, {b}, accumulator {d}"
+        )
     m, n = (bits >> 24 & 31) << 4, (bits >> 17 & 63) << 3
     if m not in ((64, 128) if ctas == 1 else (128, 256)) or not 8 <= n <= 256:
         raise Unsupported(f"instruction descriptor {bits:#x}: M {m}, N {n} with {ctas} CTAs")
     negative = (bits >> 13 & 1) ^ (bits >> 14 & 1)
-    return Shape(m, n, types[a], types[b], bool(bits >> 15 & 1), bool(bits >> 16 & 1),
-                 -1 if negative else 1)  # fmt: skip
+    return Shape(
+        m, n, types[a], types[b], bool(bits >> 15 & 1), bool(bits >> 16 & 1), -1 if negative else 1
+    )
 
 
-@instruction("tcgen05.mma<.cta_group::1|.cta_group::2><.kind::f16|.kind::tf32|.kind::f8f6f4>"
-             "{.collector::a::discard|.collector::a::lastuse|.collector::a::fill|.collector::a::use}",
-             effects=True)  # fmt: skip
+@instruction(
+    "tcgen05.mma<.cta_group::1|.cta_group::2><.kind::f16|.kind::tf32|.kind::f8f6f4>"
+    "{.collector::a::discard|.collector::a::lastuse|.collector::a::fill|.collector::a::use}",
+    effects=True,
+)
 def mma(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.16.10.9.1 tcgen05.mma: D = A B + D, D in tensor memory, A there or in shared memory."""
     tensor_memory(lanes)
@@ -80,16 +84,22 @@ class _Product:
         assert isinstance(d, Address)
         self.a_in_tensor_memory = isinstance(a, Address)
         self.a_offset = a.offset if isinstance(a, Address) else 0
-        a_source = (lanes.read(a.base, np.uint32) if isinstance(a, Address)
-                    else lanes.read(a, np.uint64))  # fmt: skip
+        a_source = (
+            lanes.read(a.base, np.uint32) if isinstance(a, Address) else lanes.read(a, np.uint64)
+        )
         disabled = rest.pop(0) if rest and isinstance(rest[0], Vector) else Vector(())
         enable, *extra = rest
         if extra:
             raise Unsupported(f"{ins.opcode} with scale-input-d")
         self.d_offset = d.offset
-        self.sources = [lanes.read(d.base, np.uint32), a_source, lanes.read(b, np.uint64),
-                        lanes.read(shape, np.uint32), self._enable(lanes, enable),
-                        *(lanes.read(x, np.uint32) for x in disabled.items)]  # fmt: skip
+        self.sources = [
+            lanes.read(d.base, np.uint32),
+            a_source,
+            lanes.read(b, np.uint64),
+            lanes.read(shape, np.uint32),
+            self._enable(lanes, enable),
+            *(lanes.read(x, np.uint32) for x in disabled.items),
+        ]
 
     @staticmethod
     def _enable(lanes: Lanes, operand: Any) -> np.ndarray:
@@ -98,7 +108,9 @@ class _Product:
         assert isinstance(operand, Not)
         raise Unsupported("tcgen05.mma with a negated enable-input-d", lanes.place)
 
-    def issue(self, warp: int, d: int, a: int, b: int, bits: int, enable: int, *disabled: int) -> None:
+    def issue(
+        self, warp: int, d: int, a: int, b: int, bits: int, enable: int, *disabled: int
+    ) -> None:
         if any(disabled):
             raise Unsupported(f"tcgen05.mma with disabled output lanes {disabled}")
         shape = decode_shape(bits, self.kind, self.ctas)
@@ -109,8 +121,11 @@ class _Product:
             self._run(shape, d + self.d_offset, a + self.a_offset, b, bool(enable), agent)
 
         machine.queue.submit(("tcgen05", id(self.cta)), run, self.place)
-        self.cta.count(warp, f"MMA m{shape.m}n{shape.n}k{shape.k} {shape.a_type} FLOP",
-                       2 * shape.m * shape.n * shape.k)  # fmt: skip
+        self.cta.count(
+            warp,
+            f"MMA m{shape.m}n{shape.n}k{shape.k} {shape.a_type} FLOP",
+            2 * shape.m * shape.n * shape.k,
+        )
         rows = shape.n + (0 if self.a_in_tensor_memory else shape.m)
         self.cta.count(warp, "shared bytes read by MMA", 32 * rows)
 
@@ -124,10 +139,12 @@ class _Product:
     def _run(self, shape: Shape, d: int, a: int, b: int, accumulate: bool, agent: Any) -> None:
         members = self._members()
         b_rows = shape.n // self.ctas
-        right = np.concatenate([
-            self._tile(cta, b, b_rows, shape.b_type, shape.b_mn_major, shape.k, agent)
-            for cta in members
-        ])  # fmt: skip
+        right = np.concatenate(
+            [
+                self._tile(cta, b, b_rows, shape.b_type, shape.b_mn_major, shape.k, agent)
+                for cta in members
+            ]
+        )
         for cta in members:
             rows = shape.m // self.ctas
             if self.a_in_tensor_memory:
@@ -136,15 +153,30 @@ class _Product:
                 left = self._tile(cta, a, rows, shape.a_type, shape.a_mn_major, shape.k, agent)
             self._accumulate(cta, d, shape.sign * (left @ right.T), accumulate, agent)
 
-    def _tile(self, cta: CTA, bits: int, rows: int, name: str, mn_major: bool, k: int, agent: Any
-              ) -> np.ndarray:  # fmt: skip
+    def _tile(
+        self, cta: CTA, bits: int, rows: int, name: str, mn_major: bool, k: int, agent: Any
+    ) -> np.ndarray:
         machine = cta.machine
-        watch = (lambda at: machine.races.units_access(agent, at, SIZES[name], False, self.place)
-                 ) if machine.races else None  # fmt: skip
-        return read_tile(cta.cluster.shared, tcgen05_descriptor(bits), rows, k, name, mn_major,
-                         cta.rank, machine.options.initialised, watch)  # fmt: skip
+        watch = (
+            (lambda at: machine.races.units_access(agent, at, SIZES[name], False, self.place))
+            if machine.races
+            else None
+        )
+        return read_tile(
+            cta.cluster.shared,
+            tcgen05_descriptor(bits),
+            rows,
+            k,
+            name,
+            mn_major,
+            cta.rank,
+            machine.options.initialised,
+            watch,
+        )
 
-    def _from_tensor_memory(self, cta: CTA, a: int, rows: int, shape: Shape, agent: Any) -> np.ndarray:
+    def _from_tensor_memory(
+        self, cta: CTA, a: int, rows: int, shape: Shape, agent: Any
+    ) -> np.ndarray:
         """A [rows, k]: 32 bytes of each lane, 8 cells."""
         if rows != 128:
             raise Unsupported(f"tcgen05.mma with {rows} rows of A a CTA in tensor memory")
@@ -154,11 +186,15 @@ class _Product:
         if cta.machine.options.initialised:
             memory.need_written(0, rows, column, 8)
         if cta.machine.races:
-            cta.machine.races.tensor_access(cta, cta.rank, agent, 0, rows, column, 8, False, self.place)
+            cta.machine.races.tensor_access(
+                cta, cta.rank, agent, 0, rows, column, 8, False, self.place
+            )
         cells = np.ascontiguousarray(memory.cells[:, column : column + 8])
         return to_float32(cells.view(f"u{SIZES[shape.a_type]}"), shape.a_type)
 
-    def _accumulate(self, cta: CTA, d: int, product: np.ndarray, accumulate: bool, agent: Any) -> None:
+    def _accumulate(
+        self, cta: CTA, d: int, product: np.ndarray, accumulate: bool, agent: Any
+    ) -> None:
         """Adds [rows, N] to D. 9.7.16.10.5, data-path layouts D (128 rows), B and F (64 rows)."""
         memory, column = cta.tensor_memory, d & 0xFFFF
         assert memory
@@ -176,8 +212,9 @@ class _Product:
         window: Any = slice(None) if len(lanes) == 128 else lanes
         cells = memory.cells.view(np.float32)[:, column : column + columns]
         if cta.machine.races:
-            cta.machine.races.tensor_access(cta, cta.rank, agent, 0, 128, column, columns, True,
-                                            self.place)  # fmt: skip
+            cta.machine.races.tensor_access(
+                cta, cta.rank, agent, 0, 128, column, columns, True, self.place
+            )
         if accumulate:
             if cta.machine.options.initialised:
                 memory.need_written(0, 1, column, columns)

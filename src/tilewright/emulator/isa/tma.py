@@ -12,8 +12,15 @@ from ..errors import OutOfBounds
 from ..memory import OFFSET_MASK
 from ..parse import Address, Instruction
 from ..registers import Lanes
-from ..tensor_map import (TensorMap, chunk_index, decode, load_box, read_chunks, store_box,
-                          write_chunks)  # fmt: skip
+from ..tensor_map import (
+    TensorMap,
+    chunk_index,
+    decode,
+    load_box,
+    read_chunks,
+    store_box,
+    write_chunks,
+)
 from . import Effect, instruction
 from .memory import global_addresses, shared_addresses
 
@@ -61,18 +68,28 @@ def destinations(address: int, cta_mask: int | None) -> list[int]:
     return [rank << 24 | address & OFFSET_MASK for rank in range(16) if cta_mask >> rank & 1]
 
 
-@instruction("cp.async.bulk.tensor" + _DIMS + "<.shared::cta|.shared::cluster>.global{.tile}"
-             ".mbarrier::complete_tx::bytes{.multicast::cluster}{.cta_group::1|.cta_group::2}"
-             "{.L2::cache_hint}{.cta_group::1|.cta_group::2}", effects=True)  # fmt: skip
+@instruction(
+    "cp.async.bulk.tensor" + _DIMS + "<.shared::cta|.shared::cluster>.global{.tile}"
+    ".mbarrier::complete_tx::bytes{.multicast::cluster}{.cta_group::1|.cta_group::2}"
+    "{.L2::cache_hint}{.cta_group::1|.cta_group::2}",
+    effects=True,
+)
 def tma_load(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.9.27.1.2 cp.async.bulk.tensor, global to shared: the whole box counts as bytes."""
     to, source, signal, *rest = ins.operands
     assert isinstance(source, Address)
     multicast = "multicast::cluster" in ins.parts
     cta_mask = lanes.read(rest[0], np.uint16) if multicast else None
-    operands = (shared_addresses(lanes, to), global_addresses(lanes, Address(source.base)),
-                shared_addresses(lanes, signal))  # fmt: skip
-    coordinates, machine, cluster = _coordinates(lanes, source), lanes.cta.machine, lanes.cta.cluster
+    operands = (
+        shared_addresses(lanes, to),
+        global_addresses(lanes, Address(source.base)),
+        shared_addresses(lanes, signal),
+    )
+    coordinates, machine, cluster = (
+        _coordinates(lanes, source),
+        lanes.cta.machine,
+        lanes.cta.cluster,
+    )
     races, place = machine.races, lanes.place
     assert place
 
@@ -109,10 +126,15 @@ def tma_load(ins: Instruction, lanes: Lanes) -> Effect:
     return effect
 
 
-@instruction("cp.async.bulk.tensor" + _DIMS + ".global.shared::cta{.tile}.bulk_group"
-             "{.L2::cache_hint}", effects=True)  # fmt: skip
-@instruction("cp.reduce.async.bulk.tensor" + _DIMS + ".global.shared::cta<.add|.min|.max|.and|.or"
-             "|.xor>{.tile}.bulk_group{.L2::cache_hint}", effects=True)  # fmt: skip
+@instruction(
+    "cp.async.bulk.tensor" + _DIMS + ".global.shared::cta{.tile}.bulk_group{.L2::cache_hint}",
+    effects=True,
+)
+@instruction(
+    "cp.reduce.async.bulk.tensor" + _DIMS + ".global.shared::cta<.add|.min|.max|.and|.or"
+    "|.xor>{.tile}.bulk_group{.L2::cache_hint}",
+    effects=True,
+)
 def tma_store(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.9.27.1.2 and .3 cp(.reduce).async.bulk.tensor, shared to global: clipped at the edges."""
     target, source, *_ = ins.operands
@@ -136,7 +158,9 @@ def tma_store(ins: Instruction, lanes: Lanes) -> Effect:
                 races.units_access(agent, index << 4, 16, False, place)
             if initialised:
                 cluster.shared.need_written(np.concatenate([2 * index, 2 * index + 1]), 8)
-            store_box(map_, machine.memory, tuple(start), read_chunks(cluster.shared, index), reduction)
+            store_box(
+                map_, machine.memory, tuple(start), read_chunks(cluster.shared, index), reduction
+            )
 
         lanes.cta.count(warp, "TMA store bytes", map_.box_bytes)
         operation = machine.queue.submit(object(), run, place)

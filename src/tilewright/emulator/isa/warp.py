@@ -1,4 +1,4 @@
-"""Instructions of a whole warp: shuffles, votes, election, matrix loads and stores through lanes."""
+"""Instructions of a whole warp: shuffles, votes, election, matrix loads and stores."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ def need_members(lanes: Lanes, members: np.ndarray) -> None:
     here = np.zeros(lanes.cta.threads + 32, np.bool_)
     here[lanes.threads] = True
     for warp in lanes.warps:
-        present = int(np.packbits(here[32 * warp : 32 * warp + 32], bitorder="little").view("<u4")[0])
+        present = int(
+            np.packbits(here[32 * warp : 32 * warp + 32], bitorder="little").view("<u4")[0]
+        )
         live = lanes.cta.live >> (32 * warp) & 0xFFFFFFFF
         wanted = int(members[-1]) & live
         if wanted & ~present:
@@ -47,8 +49,9 @@ def shfl(ins: Instruction, lanes: Lanes) -> Effect:
         if mode == "up":
             source = lane - offset
             return source, source >= (low | clamp & ~segment)
-        source = {"down": lane + offset, "bfly": lane ^ offset,
-                  "idx": low | (offset & ~segment)}[mode]  # fmt: skip
+        source = {"down": lane + offset, "bfly": lane ^ offset, "idx": low | (offset & ~segment)}[
+            mode
+        ]
         return source, source <= high
 
     constant = all(len(x) == 1 for x in (b, c))
@@ -95,8 +98,12 @@ def _vote(ins: Instruction, lanes: Lanes, d: np.ndarray) -> Effect:
         np.bitwise_or.at(ballots, warp, np.where(values, bit, np.uint32(0)))
         here = np.zeros_like(ballots)
         np.bitwise_or.at(here, warp, bit)
-        result = {"ballot": ballots, "any": ballots != 0, "all": ballots == here,
-                  "uni": (ballots == 0) | (ballots == here)}[mode]  # fmt: skip
+        result = {
+            "ballot": ballots,
+            "any": ballots != 0,
+            "all": ballots == here,
+            "uni": (ballots == 0) | (ballots == here),
+        }[mode]
         d[:] = result[warp]
 
     return effect
@@ -121,8 +128,14 @@ def elect(ins: Instruction, lanes: Lanes) -> Effect:
     return effect
 
 
-_REDUCTIONS = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and,
-               "or": np.bitwise_or, "xor": np.bitwise_xor}  # fmt: skip
+_REDUCTIONS = {
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
 
 
 @instruction("redux.sync<.add|.min|.max|.and|.or|.xor><.u32|.s32|.b32>", together=32, unit="alu")
@@ -131,7 +144,9 @@ def redux(ins: Instruction, lanes: Lanes) -> Effect:
     kind = np.dtype(np.int32 if ins.parts[-1] == "s32" else np.uint32)
     a, members = lanes.read(ins.operands[1], kind), lanes.read(ins.operands[2], np.uint32)
     d, operation = lanes.write(ins.operands[0], kind), _REDUCTIONS[ins.parts[2]]
-    groups = np.array_split(np.arange(lanes.count), np.flatnonzero(np.diff(lanes.threads // 32)) + 1)
+    groups = np.array_split(
+        np.arange(lanes.count), np.flatnonzero(np.diff(lanes.threads // 32)) + 1
+    )
 
     def effect() -> None:
         need_members(lanes, members)
@@ -178,8 +193,12 @@ def _row_addresses(lanes: Lanes, operand: Operand, matrices: int) -> Effect:
     return rows
 
 
-@instruction("ldmatrix.sync.aligned.m8n8<.x1|.x2|.x4>{.trans}<.shared|.shared::cta>.b16",
-             together=32, unit="shared load", weight=_matrix_bytes)  # fmt: skip
+@instruction(
+    "ldmatrix.sync.aligned.m8n8<.x1|.x2|.x4>{.trans}<.shared|.shared::cta>.b16",
+    together=32,
+    unit="shared load",
+    weight=_matrix_bytes,
+)
 def ldmatrix(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.14.5.15 ldmatrix: lane l gets row l / 4, columns 2 (l % 4) and + 1 of each matrix."""
     if not _full_warps(lanes):
@@ -206,8 +225,13 @@ def ldmatrix(ins: Instruction, lanes: Lanes) -> Effect:
     return effect
 
 
-@instruction("stmatrix.sync.aligned.m8n8<.x1|.x2|.x4>{.trans}<.shared|.shared::cta>.b16",
-             together=32, effects=True, unit="shared store", weight=_matrix_bytes)  # fmt: skip
+@instruction(
+    "stmatrix.sync.aligned.m8n8<.x1|.x2|.x4>{.trans}<.shared|.shared::cta>.b16",
+    together=32,
+    effects=True,
+    unit="shared store",
+    weight=_matrix_bytes,
+)
 def stmatrix(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.14.5.16 stmatrix: the inverse of ldmatrix."""
     if not _full_warps(lanes):

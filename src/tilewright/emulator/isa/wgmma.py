@@ -90,8 +90,11 @@ _SHAPES = "<" + "|".join(f".m64n{n}k{k}" for k in (8, 16, 32) for n in range(256
 _KINDS = ("<.f32|.f16>", "<.f16|.bf16|.tf32|.e4m3|.e5m2>")
 
 
-@instruction("wgmma.mma_async.sync.aligned" + _SHAPES + _KINDS[0] + _KINDS[1] + _KINDS[1],
-             together=128, effects=True)  # fmt: skip
+@instruction(
+    "wgmma.mma_async.sync.aligned" + _SHAPES + _KINDS[0] + _KINDS[1] + _KINDS[1],
+    together=128,
+    effects=True,
+)
 def wgmma_mma(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.15.7.4 wgmma.mma_async: D = A B + D, A from shared memory or registers."""
     if ins.parts[-3] != "f32":
@@ -148,8 +151,9 @@ class _Product:
             raise BarrierMisuse("wgmma.mma_async without a wgmma.fence since the last wait_group")
         window = slice(lane, lane + _WARPGROUP)
         if cta.touched is not None and cta.touched[group][self.all_rows].any():
-            raise BarrierMisuse("wgmma.mma_async on registers that were written since the last "
-                                "wgmma.fence")  # fmt: skip
+            raise BarrierMisuse(
+                "wgmma.mma_async on registers that were written since the last wgmma.fence"
+            )
         accumulate = bool(self._at(self.accumulate, lane))
         b = int(self._at(self.b, lane))
         a = 0 if self.from_registers else int(self._at(self.a, lane))
@@ -157,7 +161,9 @@ class _Product:
         if not machine.queue.eager:
             base = self._poison(window, accumulate, groups)
         races = machine.races
-        agent = races.issue(cta, 4 * group, "wgmma", range(4 * group, 4 * group + 4)) if races else None
+        agent = (
+            races.issue(cta, 4 * group, "wgmma", range(4 * group, 4 * group + 4)) if races else None
+        )
 
         def run() -> None:
             self._run(window, a, b, accumulate, base, agent)
@@ -187,22 +193,45 @@ class _Product:
     def _at(values: np.ndarray, lane: int) -> Any:
         return values[lane] if len(values) > 1 else values[0]
 
-    def _run(self, window: slice, a: int, b: int, accumulate: bool, base: np.ndarray | None,
-             agent: Any) -> None:  # fmt: skip
+    def _run(
+        self, window: slice, a: int, b: int, accumulate: bool, base: np.ndarray | None, agent: Any
+    ) -> None:
         cta = self.lanes.cta
         shared, check = cta.cluster.shared, cta.machine.options.initialised
         races = cta.machine.races
-        watch = (lambda at: races.units_access(agent, at, SIZES[self.b_type], False, self.place)
-                 ) if races else None  # fmt: skip
+        watch = (
+            (lambda at: races.units_access(agent, at, SIZES[self.b_type], False, self.place))
+            if races
+            else None
+        )
         if self.from_registers:
             registers, rows = self.a
-            left = to_float32(fragment_from_registers(registers[rows, window], SIZES[self.a_type]),
-                              self.a_type)  # fmt: skip
+            left = to_float32(
+                fragment_from_registers(registers[rows, window], SIZES[self.a_type]), self.a_type
+            )
         else:
-            left = read_tile(shared, wgmma_descriptor(a), 64, self.k, self.a_type, self.trans_a,
-                             cta.rank, check, watch)  # fmt: skip
-        right = read_tile(shared, wgmma_descriptor(b), self.n, self.k, self.b_type, self.trans_b,
-                          cta.rank, check, watch)  # fmt: skip
+            left = read_tile(
+                shared,
+                wgmma_descriptor(a),
+                64,
+                self.k,
+                self.a_type,
+                self.trans_a,
+                cta.rank,
+                check,
+                watch,
+            )
+        right = read_tile(
+            shared,
+            wgmma_descriptor(b),
+            self.n,
+            self.k,
+            self.b_type,
+            self.trans_b,
+            cta.rank,
+            check,
+            watch,
+        )
         product = accumulator_to_registers(left @ right.T)
         if self.scale_a * self.scale_b < 0:
             product = -product

@@ -1,1 +1,0 @@
-"""Small CuTe DSL programs, one hardware mechanism each."""
