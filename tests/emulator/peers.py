@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -28,6 +29,7 @@ class Peer:
 
     interface: Any
     emulators: list[Emulator] = field(default_factory=list)
+    files: list[tuple[str, Path]] = field(default_factory=list)  # PTX text, exported object
     calls: list[tuple[Emulator, tuple[Any, ...]]] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
 
@@ -88,6 +90,7 @@ def _compiler(peer: Peer, arch: str, options: Options | None, real: Any) -> Call
         ptx, path = dsl.compile_for(arch, function, *arguments, compiler=real, **keywords)
         emulator = Emulator(ptx, path, arch, options)
         peer.emulators.append(emulator)
+        peer.files.append((ptx, path))
 
         def call(*values: Any) -> None:
             peer.calls.append((emulator, values))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from operator import length_hint
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,7 +35,7 @@ class Bound:
             threads = np.array([t for t in range(cta.threads) if mask >> t & 1])
             self.lanes = Lanes(cta, cta.scratch(), slice(0, len(threads)), threads)
             self.gather = _Gather(cta.registers, self.lanes, block)
-        self.effects = []
+        self.effects: list[Callable[[], Any]] = []
         self.places = []
         for instruction, entry in zip(block.instructions, block.entries, strict=True):
             self.lanes.place = instruction.place
@@ -68,9 +69,10 @@ class Bound:
             raise error.at(self.places[index]) from None
         if self.gather:
             self.gather.store()
-        if self.touched is not None:
+        touched = self.lanes.cta.touched
+        if touched is not None:
             for group in self.warpgroups:
-                self.lanes.cta.touched[group, self.touched] = True
+                touched[group, self.touched] = True
         return passed
 
     def taken(self) -> int:

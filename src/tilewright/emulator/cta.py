@@ -8,7 +8,7 @@ is held until every live thread of its warps has come.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -183,7 +183,7 @@ class CTA:
         launch, cluster = self.machine.launch, self.machine.launch.cluster
         thread = np.arange(self.threads)
         bx, by, _ = launch.block
-        values: dict[str, object] = {
+        values: dict[str, Any] = {
             "tid.x": thread % bx,
             "tid.y": thread // bx % by,
             "tid.z": thread // (bx * by),

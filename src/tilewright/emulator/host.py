@@ -226,8 +226,9 @@ def device_tensor(value: Any, name: str, address: int) -> DeviceTensor:
     code = _NAMED_CODES.get(kind) or (_NUMPY_CODES[np.dtype(kind).kind], itemsize * 8)
     extent = sum((n - 1) * abs(s) for n, s in zip(shape, strides, strict=True)) + 1
     size = extent * itemsize if all(shape) else 0
-    buffer = (ctypes.c_uint8 * size).from_address(pointer) if size else b""
-    storage = np.frombuffer(buffer, np.uint8)
+    storage = np.zeros(0, np.uint8)
+    if size:
+        storage = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(pointer))
     return DeviceTensor(name, address, storage, shape, strides, code, value)
 
 

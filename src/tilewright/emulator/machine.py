@@ -196,29 +196,34 @@ class Machine:
     def _deadlock_report(self, active: list[Cluster]) -> str:
         lines = ["no thread can run and not all have ended"]
         for cluster in active:
-            for barrier in cluster.mbarriers.table.values():
-                for waiter in barrier.waiters:
-                    lines.append(f"{barrier}: {self._who(waiter.cta, waiter.mask, waiter.pc)}")
-            for waiter in cluster.barrier.waiters:
-                lines.append(
-                    f"cluster barrier ({cluster.barrier.arrived} arrived): "
-                    f"{self._who(waiter.cta, waiter.mask, waiter.pc)}"
-                )
+            lines += [
+                f"{b}: {self._who(w.cta, w.mask, w.pc)}"
+                for b in cluster.mbarriers.table.values()
+                for w in b.waiters
+            ]
+            lines += [
+                f"cluster barrier ({cluster.barrier.arrived} arrived): "
+                f"{self._who(w.cta, w.mask, w.pc)}"
+                for w in cluster.barrier.waiters
+            ]
             for cta in cluster.ctas:
-                for number, named in cta.named_barriers.table.items():
-                    count = named.expected or cta.live.bit_count()
-                    for waiter in named.waiters:
-                        lines.append(
-                            f"named barrier {number} ({named.arrived} of {count} threads "
-                            f"arrived): {self._who(cta, waiter.mask, waiter.pc)}"
-                        )
-                for kind, table in (
-                    ("polls without change", cta.spinning),
-                    ("waits for the rest of its warp", cta.held),
-                ):
-                    for pc, mask in table.items():
-                        lines.append(f"{kind}: {self._who(cta, mask, pc)}")
+                lines += self._waiting_in(cta)
         return "\n  ".join(lines)
+
+    def _waiting_in(self, cta: CTA) -> list[str]:
+        """What the threads of a CTA wait for beside mbarriers and the cluster."""
+        lines = []
+        for number, named in cta.named_barriers.table.items():
+            name = f"named barrier {number} ({named.arrived} of "
+            name += f"{named.expected or cta.live.bit_count()} threads arrived)"
+            lines += [f"{name}: {self._who(cta, w.mask, w.pc)}" for w in named.waiters]
+        lines += [
+            f"polls without change: {self._who(cta, m, pc)}" for pc, m in cta.spinning.items()
+        ]
+        lines += [
+            f"waits for the rest of its warp: {self._who(cta, m, pc)}" for pc, m in cta.held.items()
+        ]
+        return lines
 
     def _who(self, cta: CTA, mask: int, pc: int) -> str:
         block = self.blocks.get(pc)

@@ -13,7 +13,7 @@ other.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -36,8 +36,18 @@ if TYPE_CHECKING:
     from .cta import CTA
     from .machine import Cluster, Machine
     from .registers import Lanes
+    from .tensor_memory import Rectangle
 
 _MAX_REPORTS = 20
+
+
+class Past(NamedTuple):
+    """An earlier access: what it was, whose, the number of its place, and the shadow word."""
+
+    kind: str
+    slot: int
+    place: int
+    word: int
 
 
 class Races:
@@ -73,7 +83,7 @@ class Races:
     # Accesses
 
     def lanes_access(
-        self, lanes: Lanes, addresses: np.ndarray, size: int, write: bool, place: Place | None
+        self, lanes: Lanes, addresses: np.ndarray, size: int, write: bool, place: Place
     ) -> None:
         """Every lane accesses `size` bytes of shared memory."""
         warp_of_lane = lanes.threads // 32
@@ -81,7 +91,7 @@ class Races:
             self.warp_access(lanes.cta, warp, addresses[warp_of_lane == warp], size, write, place)
 
     def rows_access(
-        self, lanes: Lanes, rows: np.ndarray, size: int, write: bool, place: Place | None
+        self, lanes: Lanes, rows: np.ndarray, size: int, write: bool, place: Place
     ) -> None:
         """Warp by warp, [warp, row] addresses of `size` bytes."""
         for warp, addresses in zip(lanes.warps, rows, strict=True):
@@ -94,137 +104,86 @@ class Races:
         addresses: np.ndarray,
         size: int,
         write: bool,
-        place: Place | None,
+        place: Place,
     ) -> None:
-        state, words = self._state(cta), shared_words(addresses, size)
-        self._access(state, state.shared, self._warp(cta, warp), words, write, place)
+        agent = self._warp(cta, warp)
+        self._access(agent.state.shared, agent, shared_words(addresses, size), write, place)
 
     def units_access(
-        self, agent: Agent, addresses: np.ndarray, size: int, write: bool, place: Place | None
+        self, agent: Agent, addresses: np.ndarray, size: int, write: bool, place: Place
     ) -> None:
         """An asynchronous operation accesses `size` bytes of shared memory at each address."""
-        self._access(
-            agent.state, agent.state.shared, agent, shared_words(addresses, size), write, place
-        )
+        self._access(agent.state.shared, agent, shared_words(addresses, size), write, place)
 
     def tensor_access(
-        self,
-        cta: CTA,
-        rank: int,
-        who: Agent | int | None,
-        lane: int,
-        height: int,
-        column: int,
-        width: int,
-        write: bool,
-        place: Place | None,
+        self, cta: CTA, who: Agent | int, r: Rectangle, write: bool, place: Place
     ) -> None:
-        """A warp or an operation accesses a rectangle of tensor memory."""
+        """A warp or an operation accesses a rectangle of the CTA's tensor memory."""
         state = self._state(cta)
         agent = self._warp(cta, who) if isinstance(who, int) else who
-        assert agent
-        groups = np.arange(lane // 16, (lane + height - 1) // 16 + 1)[:, None]
-        words = (rank * TENSOR_WORDS + groups * 512 + np.arange(column, column + width)).ravel()
-        self._access(state, state.tensor, agent, words, write, place)
+        groups = np.arange(r.lane // 16, (r.lane + r.height - 1) // 16 + 1)[:, None]
+        words = cta.rank * TENSOR_WORDS + groups * 512 + np.arange(r.column, r.column + r.width)
+        self._access(state.tensor, agent, words.ravel(), write, place)
 
     def _access(
-        self,
-        state: ClusterState,
-        shadow: Shadow,
-        agent: Agent,
-        words: np.ndarray,
-        write: bool,
-        place: Place | None,
+        self, shadow: Shadow, agent: Agent, words: np.ndarray, write: bool, place: Place
     ) -> None:
-        known, number = agent.clock.known, self._place_number(place)
-        writer, moment = shadow.writer[words], shadow.write_moment[words]
-        unknown = known[writer] < moment
-        if unknown.any():
-            at = int(np.argmax(unknown))
-            self._report(
-                state,
-                shadow,
-                "write",
-                int(shadow.write_place[words[at]]),
-                int(writer[at]),
-                agent,
-                "write" if write else "read",
-                int(words[at]),
-                place,
-            )
-        elif agent.is_async and not write and shadow is state.shared:
-            generic = writer < state.warp_count
-            hidden = generic & (agent.clock.visible[writer] < moment)
-            if hidden.any():
-                at = int(np.argmax(hidden))
-                self._report(
-                    state,
-                    shadow,
-                    "generic write",
-                    int(shadow.write_place[words[at]]),
-                    int(writer[at]),
-                    agent,
-                    "read without fence.proxy.async between",
-                    int(words[at]),
-                    place,
-                )
+        """Compares an access with the past of its words, then becomes part of their past."""
+        self._after_writes(shadow, agent, words, write, place)
+        number = self._place_number(place)
         if not write:
             shadow.read_moment[agent.slot, words] = agent.moment
             shadow.read_place[agent.slot, words] = number
             shadow.readers.add(agent.slot)
             return
-        for slot in shadow.readers:
-            late = shadow.read_moment[slot, words] > known[slot]
-            if slot != agent.slot and late.any():
-                word = int(words[int(np.argmax(late))])
-                self._report(
-                    state,
-                    shadow,
-                    "read",
-                    int(shadow.read_place[slot, word]),
-                    slot,
-                    agent,
-                    "write",
-                    word,
-                    place,
-                )
+        for slot in shadow.readers - {agent.slot}:
+            late = shadow.read_moment[slot, words] > agent.clock.known[slot]
+            if late.any():
+                word = int(words[np.argmax(late)])
+                past = Past("read", slot, int(shadow.read_place[slot, word]), word)
+                self._report(shadow, past, agent, "write", place)
         shadow.writer[words] = agent.slot
         shadow.write_moment[words] = agent.moment
         shadow.write_place[words] = number
 
-    def _place_number(self, place: Place | None) -> int:
-        if place is None:
-            return 0
+    def _after_writes(
+        self, shadow: Shadow, agent: Agent, words: np.ndarray, write: bool, place: Place
+    ) -> None:
+        writer, moment = shadow.writer[words], shadow.write_moment[words]
+        wrong = agent.clock.known[writer] < moment
+        kind, access = "write", "write" if write else "read"
+        if agent.is_async and not write and shadow is agent.state.shared and not wrong.any():
+            generic = writer < agent.state.warp_count
+            wrong = generic & (agent.clock.visible[writer] < moment)
+            kind, access = "generic write", "read without fence.proxy.async between"
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            word = int(words[at])
+            past = Past(kind, int(writer[at]), int(shadow.write_place[word]), word)
+            self._report(shadow, past, agent, access, place)
+
+    def _place_number(self, place: Place) -> int:
         number = self._place_numbers.get(id(place))
         if number is None:
             number = self._place_numbers[id(place)] = len(self._places)
             self._places.append(place)
         return number
 
-    def _report(
-        self,
-        state: ClusterState,
-        shadow: Shadow,
-        first: str,
-        first_place: int,
-        slot: int,
-        agent: Agent,
-        second: str,
-        word: int,
-        place: Place | None,
-    ) -> None:
-        key = (first, first_place, second, place.line if place else 0)
+    def _report(self, shadow: Shadow, past: Past, agent: Agent, access: str, place: Place) -> None:
+        key = (past.kind, past.place, access, place.line)
         if key in self._seen or len(self.reports) >= _MAX_REPORTS:
             return
         self._seen.add(key)
+        state, word = agent.state, past.word
         if shadow is state.shared:
             where = f"shared {word // SHARED_WORDS}:{word % SHARED_WORDS * 4:#x}"
         else:
             where = f"tensor memory of CTA {word // TENSOR_WORDS}, column {word % 512}"
-        other = state.warps[slot].name if slot < state.warp_count else "an asynchronous operation"
+        by_warp = past.slot < state.warp_count
+        other = state.warps[past.slot].name if by_warp else "an asynchronous operation"
         self.reports.append(
-            f"race at {where}: {first} by {other} at {self._places[first_place]}\n"
-            f"  and {second} by {agent.name} at {place}: nothing orders them"
+            f"race at {where}: {past.kind} by {other} at {self._places[past.place]}\n"
+            f"  and {access} by {agent.name} at {place}: nothing orders them"
         )
 
     def report_unwaited(self, cta: CTA, warp: int, group: Groups) -> None:
@@ -263,18 +222,18 @@ class Races:
         self._warp(cta, warp).clock.join(agent.clock)
 
     def async_arrive(self, barrier: MBarrier, agent: Agent) -> None:
-        self._check_init(barrier, agent, None)
+        self._check_init(barrier, agent)
         barrier.clock = merged(barrier.clock, agent.clock)
 
     # Barriers and fences
 
-    def barrier_init(self, lanes: Lanes, addresses: np.ndarray, place: Place | None) -> None:
+    def barrier_init(self, lanes: Lanes, addresses: np.ndarray, place: Place) -> None:
         for lane, address in enumerate(addresses):
             warp = self._warp(lanes.cta, int(lanes.threads[lane]) // 32)
             barrier = lanes.cta.cluster.mbarriers.at(int(address))
             barrier.initialised = (warp.slot, warp.moment, place)
 
-    def _check_init(self, barrier: MBarrier, agent: Agent, place: Place | None) -> None:
+    def _check_init(self, barrier: MBarrier, agent: Agent) -> None:
         slot, moment, where = barrier.initialised
         seen = agent.clock.visible if agent.is_async else agent.clock.known
         if max(seen[slot], agent.clock.inits[slot]) < moment:
@@ -296,20 +255,15 @@ class Races:
         return clock
 
     def barrier_arrive(
-        self,
-        barrier: MBarrier,
-        lanes: Lanes,
-        chosen: np.ndarray,
-        release: bool,
-        place: Place | None,
+        self, barrier: MBarrier, lanes: Lanes, chosen: np.ndarray, release: bool
     ) -> None:
         for warp in self._warps(lanes.cta, lane_bits(lanes, chosen)):
-            self._check_init(barrier, warp, place)
+            self._check_init(barrier, warp)
             barrier.clock = merged(barrier.clock, self._released(warp, release))
 
     def barrier_wait(self, barrier: MBarrier, lanes: Lanes, chosen: np.ndarray) -> None:
         for warp in self._warps(lanes.cta, lane_bits(lanes, chosen)):
-            self._check_init(barrier, warp, None)
+            self._check_init(barrier, warp)
             warp.clock.join(barrier.released)
 
     def named_arrive(self, barrier: NamedBarrier, cta: CTA, mask: int) -> None:

@@ -104,7 +104,7 @@ class Lanes:
         self.count = len(threads)
         self.mask = sum(1 << int(t) for t in threads)
         self.warps = sorted({int(t) // 32 for t in threads})
-        self.place: Place | None = None  # of the instruction that is being bound
+        self.place = Place(0, "")  # of the instruction that is being bound
 
     def read(self, operand: Operand, dtype: Any) -> np.ndarray:
         """A source as an array that broadcasts to the lanes; a register of another width raises."""

@@ -5,11 +5,33 @@ PTX ISA 9.7.16.1 (tensor memory), 9.7.16.7 (allocation). Address: lane << 16 | c
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from .errors import OutOfBounds, ResourceMisuse, Uninitialised
 
 LANES, COLUMNS = 128, 512
+
+
+class Rectangle(NamedTuple):
+    """Cells that one access covers."""
+
+    lane: int
+    height: int
+    column: int
+    width: int
+
+    @property
+    def window(self) -> tuple[slice, slice]:
+        return (
+            slice(self.lane, self.lane + self.height),
+            slice(self.column, self.column + self.width),
+        )
+
+    def __str__(self) -> str:
+        lanes, columns = self.window
+        return f"lanes {lanes.start}..{lanes.stop}, columns {columns.start}..{columns.stop}"
 
 
 class TensorMemory:
@@ -52,18 +74,13 @@ class TensorMemory:
             )
         del self.allocations[start]
 
-    def check(self, lane: int, lanes: int, column: int, columns: int) -> None:
+    def check(self, r: Rectangle) -> None:
         """Raises OutOfBounds unless the rectangle lies within one allocation."""
-        inside = any(a <= column and column + columns <= a + n for a, n in self.allocations.items())
-        if not inside or lane + lanes > LANES:
-            raise OutOfBounds(
-                f"tensor memory lanes {lane}..{lane + lanes}, columns {column}.."
-                f"{column + columns}: allocated are {self.allocations}"
-            )
+        end = r.column + r.width
+        inside = any(a <= r.column and end <= a + n for a, n in self.allocations.items())
+        if not inside or r.lane + r.height > LANES:
+            raise OutOfBounds(f"tensor memory {r}: allocated are {self.allocations}")
 
-    def need_written(self, lane: int, lanes: int, column: int, columns: int) -> None:
-        if not self.written[lane : lane + lanes, column : column + columns].all():
-            raise Uninitialised(
-                f"tensor memory lanes {lane}..{lane + lanes}, columns {column}.."
-                f"{column + columns} is read, not all of it was written"
-            )
+    def need_written(self, r: Rectangle) -> None:
+        if not self.written[r.window].all():
+            raise Uninitialised(f"tensor memory {r} is read, not all of it was written")

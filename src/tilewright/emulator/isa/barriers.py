@@ -130,7 +130,7 @@ def _arrive(ins: Instruction, lanes: Lanes, expects: bool, arrives: bool) -> Eff
     addresses = shared_addresses(lanes, operands[0])
     amount = lanes.read(operands[1], np.uint32) if len(operands) > 1 else np.array([1], np.uint32)
     d, cta = lanes.write(state, np.uint64), lanes.cta
-    races, place = cta.machine.races, lanes.place
+    races = cta.machine.races
     release = "relaxed" not in ins.parts
 
     def effect() -> None:
@@ -138,7 +138,7 @@ def _arrive(ins: Instruction, lanes: Lanes, expects: bool, arrives: bool) -> Eff
             barrier = cta.cluster.mbarriers.at(address)
             amounts = int(np.broadcast_to(amount, lanes.count)[chosen].sum())
             if races:
-                races.barrier_arrive(barrier, lanes, chosen, release, place)
+                races.barrier_arrive(barrier, lanes, chosen, release)
             if expects:
                 barrier.expect(amounts)
             if arrives:
@@ -202,28 +202,27 @@ def mbarrier_wait(ins: Instruction, lanes: Lanes) -> Effect:
     p = lanes.write(ins.operands[0], np.bool_)
     acquire = "relaxed" not in ins.parts
 
+    def look(barrier: MBarrier, phase: int, chosen: np.ndarray, late: int) -> int:
+        """One phase of one barrier; returns the lanes that pass."""
+        mask = lane_bits(lanes, chosen)
+        done = barrier.passed(phase) if parity else barrier.phase > phase
+        if done and _looks_first(cta, barrier, pc, mask):
+            done, late = False, mask
+        p[chosen] = done
+        if done and machine.races and acquire:
+            machine.races.barrier_wait(barrier, lanes, chosen)
+        if not done and mask & ~late:
+            barrier.waiters.append(Waiters(cta, pc, mask & ~late))
+        return mask if done else mask & late
+
     def effect() -> int:
-        passed = 0
-        late = cta.timed_out & lanes.mask
+        passed, late = 0, cta.timed_out & lanes.mask
         cta.timed_out &= ~lanes.mask
         phases = np.broadcast_to(wanted, lanes.count)
         for address, at in each_address(lanes, addresses()):
             barrier = cta.cluster.mbarriers.at(address)
             for phase in np.unique(phases[at]):
-                chosen = at & (phases == phase)
-                mask = lane_bits(lanes, chosen)
-                done = barrier.passed(int(phase)) if parity else barrier.phase > int(phase)
-                if done and _looks_first(cta, barrier, pc, mask):
-                    done, late = False, late | mask
-                p[chosen] = done
-                if done:
-                    passed |= mask
-                    if machine.races and acquire:
-                        machine.races.barrier_wait(barrier, lanes, chosen)
-                    continue
-                passed |= mask & late
-                if mask & ~late:
-                    barrier.waiters.append(Waiters(cta, pc, mask & ~late))
+                passed |= look(barrier, int(phase), at & (phases == phase), late)
         return passed
 
     return effect

@@ -78,7 +78,7 @@ def _to_shared(
                 f"{ins.opcode}: {count} bytes from {source:#x} to {target:#x} are not "
                 "multiples of 16"
             )
-        agent = races.issue(lanes.cta, warp, name) if races else None
+        agent: Any = races.issue(lanes.cta, warp, name) if races else None
 
         def run() -> None:
             data = fetch(source, count, agent)
@@ -145,7 +145,7 @@ def bulk_store(ins: Instruction, lanes: Lanes) -> Effect:
                 f"{ins.opcode}: {count} bytes from shared {source:#x} to offset {start} "
                 f"of {tensor.name}, {len(tensor.bytes)} bytes"
             )
-        agent = races.issue(cta, warp, "bulk store") if races else None
+        agent: Any = races.issue(cta, warp, "bulk store") if races else None
 
         def run() -> None:
             if races:
@@ -251,7 +251,9 @@ def cp_async(ins: Instruction, lanes: Lanes) -> Effect:
         to, source = targets().copy(), sources().copy()
         wanted = np.broadcast_to(size if reads is None else reads, lanes.count)
         shared.check(to, size)
-        agents = [races.issue(cta, w, "cp.async") if races else None for w in lanes.warps]
+        agents: list[Any] = [
+            races.issue(cta, w, "cp.async") if races else None for w in lanes.warps
+        ]
 
         def run() -> None:
             data = _fetch(machine.memory, source, wanted, size)
@@ -299,7 +301,7 @@ def st_async(ins: Instruction, lanes: Lanes) -> Effect:
     assert place
 
     def issue(warp: int, to: np.ndarray, barrier: np.ndarray, values: np.ndarray) -> None:
-        agent = races.issue(cta, warp, "st.async") if races else None
+        agent: Any = races.issue(cta, warp, "st.async") if races else None
 
         def run() -> None:
             index = (to // kind.itemsize)[:, None] + np.arange(len(sources))

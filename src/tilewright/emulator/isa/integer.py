@@ -227,3 +227,15 @@ def prmt(ins: Instruction, lanes: Lanes) -> Effect:
         d[:] = result.astype(np.uint32)
 
     return effect
+
+
+@instruction("brev.b32", unit="alu")
+def brev(ins: Instruction, lanes: Lanes) -> Effect:
+    """9.7.1.17 brev: the bits of a in reverse order."""
+    a, d = lanes.read(ins.operands[1], np.uint32), lanes.write(ins.operands[0], np.uint32)
+
+    def effect() -> None:
+        bits = np.unpackbits(a.view(np.uint8).reshape(-1, 4), axis=1, bitorder="little")
+        d[:] = np.packbits(bits[:, ::-1], axis=1, bitorder="little").view(np.uint32)[:, 0]
+
+    return effect

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from ..errors import Unsupported
-from ..parse import Instruction, Register, Special, Vector
+from ..parse import Instruction, Operand, Register, Special, Vector
 from ..registers import Lanes
 from . import Effect, instruction
 from .integer import binary, unary
@@ -148,7 +150,7 @@ def setp(ins: Instruction, lanes: Lanes) -> Effect:
     return effect
 
 
-def _comparison(name: str, kind: np.dtype) -> Effect:
+def _comparison(name: str, kind: np.dtype) -> Callable[..., Any]:
     if name in _UNORDERED:
         opposite = _COMPARE[_UNORDERED[name]]
         if _UNORDERED[name] == "ne":
@@ -194,7 +196,7 @@ def _part_type(kind: np.dtype, count: int) -> np.dtype:
     return np.dtype(f"u{kind.itemsize // count}")
 
 
-def _unpack(d: Vector, a: object, kind: np.dtype, lanes: Lanes) -> Effect:
+def _unpack(d: Vector, a: Operand, kind: np.dtype, lanes: Lanes) -> Effect:
     part = _part_type(kind, len(d.items))
     words = lanes.read(a, kind)
     source = np.repeat(words, lanes.count) if len(words) != lanes.count else words
@@ -208,7 +210,7 @@ def _unpack(d: Vector, a: object, kind: np.dtype, lanes: Lanes) -> Effect:
     return effect
 
 
-def _pack(d: object, a: Vector, kind: np.dtype, lanes: Lanes) -> Effect:
+def _pack(d: Operand, a: Vector, kind: np.dtype, lanes: Lanes) -> Effect:
     part = _part_type(kind, len(a.items))
     whole = lanes.write(d, kind).view(part)
     pieces = [(whole[i :: len(a.items)], lanes.read(o, part)) for i, o in enumerate(a.items)]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 
-from ..errors import Place, Unsupported
+from ..errors import Unsupported
 from ..layouts import Descriptor, operand_index
 from ..memory import Shared
 from .types import TYPES
@@ -34,38 +35,32 @@ def to_float32(raw: np.ndarray, name: str) -> np.ndarray:
     raise Unsupported(f"matrix element type .{name}")
 
 
-def read_tile(
-    shared: Shared,
-    descriptor: Descriptor,
-    rows: int,
-    depth: int,
-    name: str,
-    mn_major: bool,
-    rank: int,
-    check: bool,
-    watch: Any = None,
-) -> np.ndarray:
-    """An operand [row, k] in float32 from the shared memory of CTA `rank`.
+@dataclass(frozen=True)
+class Tile:
+    """`rows` x `depth` elements of a PTX type that a descriptor places in shared memory."""
 
-    `watch` is called with the byte addresses of the units read, for race detection.
+    descriptor: Descriptor
+    rows: int
+    depth: int
+    type: str
+    mn_major: bool
+
+
+def read_tile(
+    shared: Shared, tile: Tile, rank: int, check: bool, watch: Callable[[np.ndarray], None] | None
+) -> np.ndarray:
+    """The tile [row, k] in float32 from the shared memory of CTA `rank`.
+
+    `watch` is called with the byte addresses of the elements read, for race detection.
     """
-    size = SIZES[name]
-    index = operand_index(descriptor, rows, depth, size, mn_major)
-    low, high = int(index.min()) * size, int(index.max()) * size
-    origin = rank << 24
-    shared.check_range(origin | low, 1)
-    shared.check_range(origin | high, size)
+    size, origin = SIZES[tile.type], rank << 24
+    index = operand_index(tile.descriptor, tile.rows, tile.depth, size, tile.mn_major)
+    shared.check_range(origin | int(index.min()) * size, 1)
+    shared.check_range(origin | int(index.max()) * size, size)
     if rank:
         index = index + origin // size
     if watch:
         watch(index * size)
     if check:
         shared.need_written(index, size)
-    return to_float32(shared.views[size][index], name)
-
-
-def element_types(names: list[str], place: Place | None) -> tuple[str, str]:
-    for name in names:
-        if name not in SIZES:
-            raise Unsupported(f"matrix element type .{name}", place)
-    return names[0], names[1]
+    return to_float32(shared.views[size][index], tile.type)

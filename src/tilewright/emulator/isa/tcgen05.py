@@ -10,7 +10,7 @@ import numpy as np
 from ..errors import BarrierMisuse, OutOfBounds, ResourceMisuse, Unsupported
 from ..parse import Address, Instruction
 from ..registers import Lanes
-from ..tensor_memory import TensorMemory
+from ..tensor_memory import Rectangle, TensorMemory
 from . import Effect, instruction
 from .memory import shared_addresses
 from .tma import destinations, issues
@@ -122,8 +122,8 @@ class _Transfer:
         if len(self.numbers) != len(self.rows):
             raise Unsupported(f"{ins.opcode} with {len(self.numbers)} registers")
 
-    def origin(self, warp_index: int) -> tuple[int, int]:
-        """The lane and column that a warp's access starts at."""
+    def rectangle(self, warp_index: int) -> Rectangle:
+        """The cells that a warp accesses."""
         address = (
             int(self.base[32 * warp_index] if len(self.base) > 1 else self.base[0]) + self.offset
         )
@@ -134,8 +134,9 @@ class _Transfer:
                 f"warp {warp} accesses tensor memory lane {lane}; it reaches lanes "
                 f"{32 * (warp % 4)} to {32 * (warp % 4) + 31}"
             )
-        self.memory.check(lane, self.height, column, self.width)
-        return lane, column
+        rectangle = Rectangle(lane, self.height, column, self.width)
+        self.memory.check(rectangle)
+        return rectangle
 
 
 @instruction("tcgen05.ld.sync.aligned" + _LD_SHAPES + _REPEATS + ".b32", together=32, effects=True)
@@ -147,19 +148,19 @@ def load(ins: Instruction, lanes: Lanes) -> Effect:
     """
     transfer = _Transfer(ins, lanes, ins.operands[1], ins.operands[0])
     machine, cta, memory = lanes.cta.machine, lanes.cta, transfer.memory
-    height, width, place = transfer.height, transfer.width, lanes.place
+    place = lanes.place
     initialised, races = machine.options.initialised, machine.races
 
     def effect() -> None:
         for i, warp in enumerate(lanes.warps):
-            lane, column = transfer.origin(i)
+            r = transfer.rectangle(i)
             if initialised:
-                memory.need_written(lane, height, column, width)
+                memory.need_written(r)
             if races:
-                races.tensor_access(cta, cta.rank, warp, lane, height, column, width, False, place)
-            cells = memory.cells[lane + transfer.rows, column + transfer.columns]
+                races.tensor_access(cta, warp, r, False, place)
+            cells = memory.cells[r.lane + transfer.rows, r.column + transfer.columns]
             transfer.registers[transfer.numbers, 32 * i : 32 * i + 32] = cells
-            cta.count(warp, "tensor memory bytes loaded", 4 * height * width)
+            cta.count(warp, "tensor memory bytes loaded", 4 * r.height * r.width)
 
     return effect
 
@@ -169,25 +170,23 @@ def store(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.16.8.2 tcgen05.st: registers to tensor memory, complete at tcgen05.wait::st."""
     transfer = _Transfer(ins, lanes, ins.operands[0], ins.operands[1])
     machine, cta, memory = lanes.cta.machine, lanes.cta, transfer.memory
-    height, width, place = transfer.height, transfer.width, lanes.place
+    place, bytes_moved = lanes.place, 4 * transfer.height * transfer.width
     assert place
 
     def issue(i: int, warp: int) -> None:
-        lane, column = transfer.origin(i)
+        r = transfer.rectangle(i)
         values = transfer.registers[transfer.numbers, 32 * i : 32 * i + 32]
-        agent = machine.races.issue(cta, warp, "tcgen05.st") if machine.races else None
+        agent: Any = machine.races.issue(cta, warp, "tcgen05.st") if machine.races else None
 
         def run() -> None:
-            memory.cells[lane + transfer.rows, column + transfer.columns] = values
-            memory.written[lane : lane + height, column : column + width] = True
+            memory.cells[r.lane + transfer.rows, r.column + transfer.columns] = values
+            memory.written[r.window] = True
             if machine.races:
-                machine.races.tensor_access(
-                    cta, cta.rank, agent, lane, height, column, width, True, place
-                )
+                machine.races.tensor_access(cta, agent, r, True, place)
 
         operation = machine.queue.submit(("tcgen05.st", id(cta), warp), run, place)
         cta.cluster.group(("tcgen05.st", cta.rank, warp)).open.append((operation, agent))
-        cta.count(warp, "tensor memory bytes stored", 4 * height * width)
+        cta.count(warp, "tensor memory bytes stored", bytes_moved)
 
     def effect() -> None:
         for i, warp in enumerate(lanes.warps):
@@ -239,7 +238,7 @@ def commit(ins: Instruction, lanes: Lanes) -> Effect:
     assert place
 
     def issue(warp: int, address: int, mask: int) -> None:
-        agent = machine.races.pipe(cta) if machine.races else None
+        agent: Any = machine.races.pipe(cta) if machine.races else None
 
         def run() -> None:
             for target in destinations(address, mask if multicast else None):

@@ -10,10 +10,11 @@ import numpy as np
 from ..cta import CTA
 from ..errors import Unsupported
 from ..layouts import tcgen05_descriptor
-from ..parse import Address, Immediate, Instruction, Not, Register, Vector
+from ..parse import Address, Immediate, Instruction, Not, Operand, Register, Vector
 from ..registers import Lanes
+from ..tensor_memory import Rectangle
 from . import Effect, instruction
-from .operands import SIZES, read_tile, to_float32
+from .operands import SIZES, Tile, read_tile, to_float32
 from .tcgen05 import tensor_memory
 from .tma import issues
 
@@ -68,7 +69,7 @@ def mma(ins: Instruction, lanes: Lanes) -> Effect:
 
     def effect() -> None:
         for warp, values in issues(lanes, *product.sources):
-            product.issue(warp, *values)
+            product.issue(warp, values)
 
     return effect
 
@@ -87,7 +88,9 @@ class _Product:
         a_source = (
             lanes.read(a.base, np.uint32) if isinstance(a, Address) else lanes.read(a, np.uint64)
         )
-        disabled = rest.pop(0) if rest and isinstance(rest[0], Vector) else Vector(())
+        disabled: tuple[Operand, ...] = ()
+        if isinstance(rest[0], Vector):
+            disabled, rest = rest[0].items, rest[1:]
         enable, *extra = rest
         if extra:
             raise Unsupported(f"{ins.opcode} with scale-input-d")
@@ -98,7 +101,7 @@ class _Product:
             lanes.read(b, np.uint64),
             lanes.read(shape, np.uint32),
             self._enable(lanes, enable),
-            *(lanes.read(x, np.uint32) for x in disabled.items),
+            *(lanes.read(x, np.uint32) for x in disabled),
         ]
 
     @staticmethod
@@ -108,14 +111,13 @@ class _Product:
         assert isinstance(operand, Not)
         raise Unsupported("tcgen05.mma with a negated enable-input-d", lanes.place)
 
-    def issue(
-        self, warp: int, d: int, a: int, b: int, bits: int, enable: int, *disabled: int
-    ) -> None:
+    def issue(self, warp: int, values: tuple[int, ...]) -> None:
+        d, a, b, bits, enable, *disabled = values
         if any(disabled):
             raise Unsupported(f"tcgen05.mma with disabled output lanes {disabled}")
         shape = decode_shape(bits, self.kind, self.ctas)
         machine = self.cta.machine
-        agent = machine.races.pipe_issue(self.cta, warp) if machine.races else None
+        agent: Any = machine.races.pipe_issue(self.cta, warp) if machine.races else None
 
         def run() -> None:
             self._run(shape, d + self.d_offset, a + self.a_offset, b, bool(enable), agent)
@@ -138,10 +140,12 @@ class _Product:
 
     def _run(self, shape: Shape, d: int, a: int, b: int, accumulate: bool, agent: Any) -> None:
         members = self._members()
-        b_rows = shape.n // self.ctas
+        b_rows, b_matrix = shape.n // self.ctas, tcgen05_descriptor(b)
         right = np.concatenate(
             [
-                self._tile(cta, b, b_rows, shape.b_type, shape.b_mn_major, shape.k, agent)
+                self._read(
+                    cta, Tile(b_matrix, b_rows, shape.k, shape.b_type, shape.b_mn_major), agent
+                )
                 for cta in members
             ]
         )
@@ -150,29 +154,17 @@ class _Product:
             if self.a_in_tensor_memory:
                 left = self._from_tensor_memory(cta, a, rows, shape, agent)
             else:
-                left = self._tile(cta, a, rows, shape.a_type, shape.a_mn_major, shape.k, agent)
+                a_matrix = tcgen05_descriptor(a)
+                tile = Tile(a_matrix, rows, shape.k, shape.a_type, shape.a_mn_major)
+                left = self._read(cta, tile, agent)
             self._accumulate(cta, d, shape.sign * (left @ right.T), accumulate, agent)
 
-    def _tile(
-        self, cta: CTA, bits: int, rows: int, name: str, mn_major: bool, k: int, agent: Any
-    ) -> np.ndarray:
-        machine = cta.machine
+    def _read(self, cta: CTA, tile: Tile, agent: Any) -> np.ndarray:
+        machine, races, size = cta.machine, cta.machine.races, SIZES[tile.type]
         watch = (
-            (lambda at: machine.races.units_access(agent, at, SIZES[name], False, self.place))
-            if machine.races
-            else None
+            (lambda at: races.units_access(agent, at, size, False, self.place)) if races else None
         )
-        return read_tile(
-            cta.cluster.shared,
-            tcgen05_descriptor(bits),
-            rows,
-            k,
-            name,
-            mn_major,
-            cta.rank,
-            machine.options.initialised,
-            watch,
-        )
+        return read_tile(cta.cluster.shared, tile, cta.rank, machine.options.initialised, watch)
 
     def _from_tensor_memory(
         self, cta: CTA, a: int, rows: int, shape: Shape, agent: Any
@@ -182,13 +174,12 @@ class _Product:
             raise Unsupported(f"tcgen05.mma with {rows} rows of A a CTA in tensor memory")
         memory, column = cta.tensor_memory, a & 0xFFFF
         assert memory
-        memory.check(a >> 16, rows, column, 8)
+        r = Rectangle(a >> 16, rows, column, 8)
+        memory.check(r)
         if cta.machine.options.initialised:
-            memory.need_written(0, rows, column, 8)
+            memory.need_written(r)
         if cta.machine.races:
-            cta.machine.races.tensor_access(
-                cta, cta.rank, agent, 0, rows, column, 8, False, self.place
-            )
+            cta.machine.races.tensor_access(cta, agent, r, False, self.place)
         cells = np.ascontiguousarray(memory.cells[:, column : column + 8])
         return to_float32(cells.view(f"u{SIZES[shape.a_type]}"), shape.a_type)
 
@@ -208,16 +199,15 @@ class _Product:
             lanes = np.arange(64) % 16 + 32 * (np.arange(64) // 16)
         else:
             lanes = np.arange(128)
-        memory.check(d >> 16, 128 if rows != 64 or self.ctas == 2 else 112, column, columns)
+        r = Rectangle(d >> 16, int(lanes[-1]) + 1, column, columns)
+        memory.check(r)
         window: Any = slice(None) if len(lanes) == 128 else lanes
         cells = memory.cells.view(np.float32)[:, column : column + columns]
         if cta.machine.races:
-            cta.machine.races.tensor_access(
-                cta, cta.rank, agent, 0, 128, column, columns, True, self.place
-            )
+            cta.machine.races.tensor_access(cta, agent, r, True, self.place)
         if accumulate:
             if cta.machine.options.initialised:
-                memory.need_written(0, 1, column, columns)
+                memory.need_written(r._replace(height=1))
             product = product + cells[window]
         cells[window] = product
         memory.written[window, column : column + columns] = True

@@ -98,7 +98,7 @@ def tma_load(ins: Instruction, lanes: Lanes) -> Effect:
         map_ = tensor_map_at(lanes, map_address)
         targets = destinations(address, mask if multicast else None)
         signals = destinations(barrier, mask if multicast else None)
-        agent = races.issue(lanes.cta, warp, "TMA load") if races else None
+        agent: Any = races.issue(lanes.cta, warp, "TMA load") if races else None
 
         def run() -> None:
             data = load_box(map_, machine.memory, tuple(start))
@@ -151,7 +151,7 @@ def tma_store(ins: Instruction, lanes: Lanes) -> Effect:
         map_ = tensor_map_at(lanes, map_address)
         cluster.shared.check_range(address, map_.box_bytes)
         index = chunk_index(map_, address)
-        agent = races.issue(lanes.cta, warp, "TMA store") if races else None
+        agent: Any = races.issue(lanes.cta, warp, "TMA store") if races else None
 
         def run() -> None:
             if races:

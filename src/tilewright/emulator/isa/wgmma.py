@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from ..layouts import wgmma_descriptor
 from ..parse import Immediate, Instruction, Vector
 from ..registers import Lanes
 from . import Effect, instruction
-from .operands import SIZES, read_tile, to_float32
+from .operands import SIZES, Tile, read_tile, to_float32
 
 _WARPGROUP = 128
 
@@ -65,17 +66,17 @@ def wgmma_commit(ins: Instruction, lanes: Lanes) -> Effect:
 @instruction("wgmma.wait_group.sync.aligned", together=128, effects=True)
 def wgmma_wait(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.15.7.3 wgmma.wait_group: all but the newest N groups are complete."""
-    allowed, cta = ins.operands[0], lanes.cta
+    allowed, cta, races = ins.operands[0], lanes.cta, lanes.cta.machine.races
     assert isinstance(allowed, Immediate)
 
     def effect() -> None:
         for group in _warpgroups(lanes):
             groups = cta.cluster.group(("wgmma", cta.rank, group))
             groups.fenced = False
-            for agent in groups.wait(allowed.bits):
-                if cta.machine.races:
-                    for warp in range(4 * group, 4 * group + 4):
-                        cta.machine.races.join(cta, warp, agent)
+            finished = groups.wait(allowed.bits)
+            if races:
+                for agent, warp in product(finished, range(4 * group, 4 * group + 4)):
+                    races.join(cta, warp, agent)
 
     return effect
 
@@ -99,12 +100,12 @@ def wgmma_mma(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.15.7.4 wgmma.mma_async: D = A B + D, A from shared memory or registers."""
     if ins.parts[-3] != "f32":
         raise Unsupported(f"{ins.opcode}: accumulator .{ins.parts[-3]}")
-    product = _Product(ins, lanes)
+    bound = _Product(ins, lanes)
     groups = [(i * _WARPGROUP, g) for i, g in enumerate(_warpgroups(lanes))]
 
     def effect() -> None:
         for lane, group in groups:
-            product.issue(lane, group)
+            bound.issue(lane, group)
 
     return effect
 
@@ -161,7 +162,7 @@ class _Product:
         if not machine.queue.eager:
             base = self._poison(window, accumulate, groups)
         races = machine.races
-        agent = (
+        agent: Any = (
             races.issue(cta, 4 * group, "wgmma", range(4 * group, 4 * group + 4)) if races else None
         )
 
@@ -210,33 +211,15 @@ class _Product:
                 fragment_from_registers(registers[rows, window], SIZES[self.a_type]), self.a_type
             )
         else:
-            left = read_tile(
-                shared,
-                wgmma_descriptor(a),
-                64,
-                self.k,
-                self.a_type,
-                self.trans_a,
-                cta.rank,
-                check,
-                watch,
-            )
-        right = read_tile(
-            shared,
-            wgmma_descriptor(b),
-            self.n,
-            self.k,
-            self.b_type,
-            self.trans_b,
-            cta.rank,
-            check,
-            watch,
-        )
-        product = accumulator_to_registers(left @ right.T)
+            tile = Tile(wgmma_descriptor(a), 64, self.k, self.a_type, self.trans_a)
+            left = read_tile(shared, tile, cta.rank, check, watch)
+        tile = Tile(wgmma_descriptor(b), self.n, self.k, self.b_type, self.trans_b)
+        right = read_tile(shared, tile, cta.rank, check, watch)
+        result = accumulator_to_registers(left @ right.T)
         if self.scale_a * self.scale_b < 0:
-            product = -product
+            result = -result
         if base is not None:
-            product = product + base
+            result = result + base
         elif accumulate:
-            product = product + self.d[self.d_rows, window]
-        self.d[self.d_rows, window] = product
+            result = result + self.d[self.d_rows, window]
+        self.d[self.d_rows, window] = result
