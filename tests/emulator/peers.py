@@ -33,6 +33,10 @@ class Peer:
     calls: list[tuple[Emulator, tuple[Any, ...]]] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
 
+    @property
+    def reports(self) -> list[str]:
+        return [report for result in self.results for report in result.reports]
+
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Any:
         """(out, lse); q (B, Sq, H, D), k and v (B, Sk, H, D)."""
         q, k, v = (t.as_subclass(HostTensor) for t in (q, k, v))

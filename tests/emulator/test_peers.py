@@ -41,8 +41,9 @@ FORWARD = [
 def test_forward_agrees_with_float64(arch: str, length: int, causal: bool) -> None:
     q, k, v, dout = _inputs(length)
     plain, exact = _expected([q, k, v, dout], causal)
-    with peers.flash_attention(arch) as peer:
+    with peers.flash_attention(arch, Options(races=True)) as peer:
         out, lse = peer.forward(q, k, v, causal)
+    assert not peer.reports
     oracle.assert_as_exact_as_type(out[0, :, 0], plain.out, exact.out)
     assert (lse[0, 0].double() - exact.lse).abs().max() < 2e-5  # exp2 by a polynomial on sm_100a
 
@@ -53,10 +54,13 @@ def test_backward_agrees_with_float64(arch: str, causal: bool) -> None:
     q, k, v, dout = _inputs(256)
     plain, exact = _expected([q, k, v, dout], causal)
     out = exact.out.to(torch.bfloat16)[None, :, None]
-    with peers.flash_attention(arch) as peer:
+    with peers.flash_attention(arch, Options(races=True)) as peer:
         grads = peer.backward(q, k, v, out, dout, exact.lse.float()[None, None], causal=causal)
     for grad, name in zip(grads, ("dq", "dk", "dv"), strict=True):
         oracle.assert_as_exact_as_type(grad[0, :, 0], getattr(plain, name), getattr(exact, name))
+    # The sm_100a kernel ends without a wait for its TMA stores of dK and dV.
+    unwaited = [r for r in peer.reports if "no wait_group covers it" in r]
+    assert peer.reports == unwaited and bool(unwaited) == (arch == "sm_100a")
 
 
 @pytest.mark.parametrize(

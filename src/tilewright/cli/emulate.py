@@ -9,15 +9,15 @@ import typer
 
 
 def emulate(
-    kernel: Annotated[Path, typer.Argument(help="The exported object, KERNEL.o.")],
+    kernel: Annotated[
+        Path, typer.Argument(help="The exported object, KERNEL.o; its PTX is KERNEL.ptx.")
+    ],
     arch: Annotated[str, typer.Option(help="sm_80, sm_90a or sm_100a.")],
     shape: Annotated[str, typer.Option(help="Batch, length, heads, head dim: 1,256,1,128.")],
-    ptx: Annotated[Path | None, typer.Option(help="Its PTX; KERNEL.ptx if not given.")] = None,
     causal: Annotated[bool, typer.Option(help="Compare with causal attention.")] = False,
     schedule: Annotated[
         str, typer.Option(help="When asynchronous work completes: eager, late or random.")
     ] = "eager",
-    races: Annotated[bool, typer.Option(help="Report races by happens-before.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the counters as JSON.")] = False,
 ) -> None:
     """Execute a kernel for Ampere, Hopper or Blackwell without a GPU.
@@ -37,10 +37,9 @@ def emulate(
     try:
         found = run(
             kernel,
-            ptx or kernel.with_suffix(".ptx"),
             arch,
             problem,
-            options=Options(schedule=schedule, races=races),
+            options=Options(schedule=schedule, races=True),
             progress=lambda line: typer.echo(line, err=True),
         )
     except (EmulationError, ValueError, OSError) as error:

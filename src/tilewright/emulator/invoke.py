@@ -61,7 +61,6 @@ class Emulated:
 
 def emulate(
     object_path: str | Path,
-    ptx_path: str | Path,
     arch: str,
     problem: Problem,
     *,
@@ -71,10 +70,12 @@ def emulate(
 ) -> Emulated:
     """Run one exported kernel on `problem` and compare its outputs with float64.
 
+    The PTX of the kernel KERNEL.o is expected beside it, as KERNEL.ptx.
     `given` holds values of parameters by name (numpy arrays, numbers). Raises ValueError if a
     parameter has no value: its name, its type and what is known are in the message.
     """
-    emulator = Emulator(Path(ptx_path).read_text(), object_path, arch, options, progress)
+    ptx = Path(object_path).with_suffix(".ptx").read_text()
+    emulator = Emulator(ptx, object_path, arch, options, progress)
     known = {**_attention_values(problem), **(given or {})}
     tensors: dict[str, np.ndarray] = {}
     arguments = []

@@ -91,51 +91,25 @@ class Tcgen05:
         cute.arch.cluster_wait()
         cute.arch.sync_threads()
         part = mma.get_slice(rank)
-        gA = cute.local_tile(mA, (self.tile[0], self.tile[2]), (0, 0))
-        gB = cute.local_tile(mB, (self.tile[1], self.tile[2]), (0, 0))
-        tAsA, tAgA = cpasync.tma_partition(
-            load_A,
-            0,
-            cute.make_layout(1),
-            cute.group_modes(sA, 0, 3),
-            cute.group_modes(part.partition_A(gA), 0, 3),
-        )
-        tBsB, tBgB = cpasync.tma_partition(
-            load_B,
-            0,
-            cute.make_layout(1),
-            cute.group_modes(sB, 0, 3),
-            cute.group_modes(part.partition_B(gB), 0, 3),
-        )
+        gA = part.partition_A(cute.local_tile(mA, (self.tile[0], self.tile[2]), (0, 0)))
+        gB = part.partition_B(cute.local_tile(mB, (self.tile[1], self.tile[2]), (0, 0)))
+        tAsA, tAgA = self.tma_views(load_A, sA, gA)
+        tBsB, tBgB = self.tma_views(load_B, sB, gB)
         tDtD = cute.make_tensor(
             cute.arch.retrieve_tmem_ptr(cutlass.Float32, 16, holder),
             mma.make_fragment_C(mma.partition_shape_C(self.tile[:2])).layout,
         )
+        size_A = cute.size_in_bytes(self.a_type, sA_layout)
+        size_B = cute.size_in_bytes(self.b_type, sB_layout)
         if warp == 0:
             if rank == 0:
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(
-                        full,
-                        self.ctas
-                        * (
-                            cute.size_in_bytes(self.a_type, sA_layout)
-                            + cute.size_in_bytes(self.b_type, sB_layout)
-                        ),
-                    )
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, self.ctas * (size_A + size_B))
             cute.copy(load_A, tAgA, tAsA[None, 0], tma_bar_ptr=full)
             cute.copy(load_B, tBgB, tBsB[None, 0], tma_bar_ptr=full)
             if rank == 0:
                 cute.arch.mbarrier_wait(full, 0)
-                fA, fB = mma.make_fragment_A(sA), mma.make_fragment_B(sB)
-                mma.set(tcgen05.Field.ACCUMULATE, False)
-                for k in cutlass.range_constexpr(cute.size(fA, mode=[2])):
-                    cute.gemm(mma, tDtD, fA[None, None, k, 0], fB[None, None, k, 0], tDtD)
-                    mma.set(tcgen05.Field.ACCUMULATE, True)
-                with cute.arch.elect_one():
-                    if is_pair:
-                        tcgen05.commit(done, cutlass.Int16(3), tcgen05.CtaGroup.TWO)
-                    else:
-                        tcgen05.commit(done)
+                self.multiply(mma, tDtD, sA, sB, done)
         cute.arch.mbarrier_wait(done, 0)
         self.store_D(tDtD, part.partition_C(cute.local_tile(mD, self.tile[:2], (0, 0))), thread)
         cute.arch.cluster_arrive()
@@ -143,6 +117,32 @@ class Tcgen05:
         if warp == 0:
             address = cute.arch.retrieve_tmem_ptr(cutlass.Float32, 16, holder)
             cute.arch.dealloc_tmem(address, COLUMNS, is_two_cta=is_pair)
+
+    def tma_views(self, load: cute.CopyAtom, s: cute.Tensor, g: cute.Tensor):
+        """Shared and global side of one load."""
+        return cpasync.tma_partition(
+            load, 0, cute.make_layout(1), cute.group_modes(s, 0, 3), cute.group_modes(g, 0, 3)
+        )
+
+    def multiply(
+        self,
+        mma: cute.TiledMma,
+        tDtD: cute.Tensor,
+        sA: cute.Tensor,
+        sB: cute.Tensor,
+        done: cute.Pointer,
+    ):
+        """D = A B^T, one thread; `done` gets an arrival in each CTA when D is complete."""
+        fA, fB = mma.make_fragment_A(sA), mma.make_fragment_B(sB)
+        mma.set(tcgen05.Field.ACCUMULATE, False)
+        for k in range(cute.size(fA, mode=[2])):
+            cute.gemm(mma, tDtD, fA[None, None, k, 0], fB[None, None, k, 0], tDtD)
+            mma.set(tcgen05.Field.ACCUMULATE, True)
+        with cute.arch.elect_one():
+            if self.ctas == 2:
+                tcgen05.commit(done, cutlass.Int16(3), tcgen05.CtaGroup.TWO)
+            else:
+                tcgen05.commit(done)
 
     def store_D(self, tDtD: cute.Tensor, tDgD: cute.Tensor, thread: cutlass.Int32):
         """tensor memory -> registers -> global, all four warps."""
