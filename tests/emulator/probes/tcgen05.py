@@ -80,16 +80,7 @@ class Tcgen05:
         sA = smem.allocate_tensor(self.a_type, sA_layout.outer, 1024, swizzle=sA_layout.inner)
         sB = smem.allocate_tensor(self.b_type, sB_layout.outer, 1024, swizzle=sB_layout.inner)
         is_pair = cutlass.const_expr(self.ctas == 2)
-        if warp == 0:
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_init(full, 1)
-                cute.arch.mbarrier_init(done, 1)
-            cute.arch.alloc_tmem(COLUMNS, holder, is_two_cta=is_pair)
-            cute.arch.relinquish_tmem_alloc_permit(is_two_cta=is_pair)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.cluster_arrive_relaxed()
-        cute.arch.cluster_wait()
-        cute.arch.sync_threads()
+        self.set_up(full, done, holder, warp)
         part = mma.get_slice(rank)
         gA = part.partition_A(cute.local_tile(mA, (self.tile[0], self.tile[2]), (0, 0)))
         gB = part.partition_B(cute.local_tile(mB, (self.tile[1], self.tile[2]), (0, 0)))
@@ -109,7 +100,16 @@ class Tcgen05:
             cute.copy(load_B, tBgB, tBsB[None, 0], tma_bar_ptr=full)
             if rank == 0:
                 cute.arch.mbarrier_wait(full, 0)
-                self.multiply(mma, tDtD, sA, sB, done)
+                fA, fB = mma.make_fragment_A(sA), mma.make_fragment_B(sB)
+                mma.set(tcgen05.Field.ACCUMULATE, False)
+                for k in cutlass.range_constexpr(cute.size(fA, mode=[2])):
+                    cute.gemm(mma, tDtD, fA[None, None, k, 0], fB[None, None, k, 0], tDtD)
+                    mma.set(tcgen05.Field.ACCUMULATE, True)
+                with cute.arch.elect_one():
+                    if is_pair:
+                        tcgen05.commit(done, cutlass.Int16(3), tcgen05.CtaGroup.TWO)
+                    else:
+                        tcgen05.commit(done)
         cute.arch.mbarrier_wait(done, 0)
         self.store_D(tDtD, part.partition_C(cute.local_tile(mD, self.tile[:2], (0, 0))), thread)
         cute.arch.cluster_arrive()
@@ -124,25 +124,22 @@ class Tcgen05:
             load, 0, cute.make_layout(1), cute.group_modes(s, 0, 3), cute.group_modes(g, 0, 3)
         )
 
-    def multiply(
-        self,
-        mma: cute.TiledMma,
-        tDtD: cute.Tensor,
-        sA: cute.Tensor,
-        sB: cute.Tensor,
-        done: cute.Pointer,
+    @cute.jit
+    def set_up(
+        self, full: cute.Pointer, done: cute.Pointer, holder: cute.Pointer, warp: cutlass.Int32
     ):
-        """D = A B^T, one thread; `done` gets an arrival in each CTA when D is complete."""
-        fA, fB = mma.make_fragment_A(sA), mma.make_fragment_B(sB)
-        mma.set(tcgen05.Field.ACCUMULATE, False)
-        for k in range(cute.size(fA, mode=[2])):
-            cute.gemm(mma, tDtD, fA[None, None, k, 0], fB[None, None, k, 0], tDtD)
-            mma.set(tcgen05.Field.ACCUMULATE, True)
-        with cute.arch.elect_one():
-            if self.ctas == 2:
-                tcgen05.commit(done, cutlass.Int16(3), tcgen05.CtaGroup.TWO)
-            else:
-                tcgen05.commit(done)
+        """Barriers and tensor memory, made by warp 0 and known to the cluster."""
+        is_pair = cutlass.const_expr(self.ctas == 2)
+        if warp == 0:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_init(full, 1)
+                cute.arch.mbarrier_init(done, 1)
+            cute.arch.alloc_tmem(COLUMNS, holder, is_two_cta=is_pair)
+            cute.arch.relinquish_tmem_alloc_permit(is_two_cta=is_pair)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.cluster_arrive_relaxed()
+        cute.arch.cluster_wait()
+        cute.arch.sync_threads()
 
     def store_D(self, tDtD: cute.Tensor, tDgD: cute.Tensor, thread: cutlass.Int32):
         """tensor memory -> registers -> global, all four warps."""
