@@ -61,14 +61,20 @@ class _Hardware:
 
 
 @contextmanager
-def flash_attention(arch: str, options: Options | None = None) -> Iterator[Peer]:
-    """flash-attn-4 compiled for `arch`, run on the emulator."""
+def flash_attention(
+    arch: str, options: Options | None = None, steals_work: bool = False
+) -> Iterator[Peer]:
+    """flash-attn-4 compiled for `arch`, run on the emulator.
+
+    `steals_work`: its sm_100a forward takes further tiles by clusterlaunchcontrol.
+    """
     os.environ["FLASH_ATTENTION_ARCH"] = arch.rstrip("a")
     os.environ["FLASH_ATTENTION_NUM_SMS"] = "132"
     dsl.use_arch(arch)
     import cutlass
     import flash_attn.cute.cute_dsl_utils as utils
     import flash_attn.cute.interface as interface
+    import flash_attn.cute.utils as switches
 
     for cached in (interface._get_device_arch,):
         cached.cache_clear()
@@ -85,6 +91,7 @@ def flash_attention(arch: str, options: Options | None = None) -> Iterator[Peer]
         mock.patch.object(interface.cute, "compile", _compiler(peer, arch, options, real_compile)),
         mock.patch.object(utils, "from_dlpack", _as_device(real_from_dlpack)),
         mock.patch.object(cutlass.utils, "HardwareInfo", _Hardware),
+        mock.patch.object(switches, "_fa_clc_enabled", steals_work),
     ):
         yield peer
 

@@ -48,6 +48,15 @@ def test_forward_agrees_with_float64(arch: str, length: int, causal: bool) -> No
     assert (lse[0, 0].double() - exact.lse).abs().max() < 2e-5  # exp2 by a polynomial on sm_100a
 
 
+def test_work_stealing_gives_all_tiles_to_the_first_cta() -> None:
+    q, k, v, dout = _inputs(512)
+    plain, exact = _expected([q, k, v, dout], causal=True)
+    with peers.flash_attention("sm_100a", Options(races=True), steals_work=True) as peer:
+        out, _ = peer.forward(q, k, v, causal=True)
+    oracle.assert_as_exact_as_type(out[0, :, 0], plain.out, exact.out)
+    assert list(peer.results[0].launches[0].ctas) == [(0, 0, 0)] and not peer.reports
+
+
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_backward_agrees_with_float64(arch: str, causal: bool) -> None:

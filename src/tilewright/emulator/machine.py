@@ -107,6 +107,7 @@ class Machine:
         self.tally = Tally(kernel.name, self.blocks)
         self.epoch = 0  # grows whenever something happened that a polling thread could see
         self.tensor_maps: dict[bytes, Any] = {}
+        self.pending: deque[tuple[int, int, int]] = deque()  # clusters that have not started
         self._timeout_epoch = -1
         self._free: list[Cluster] = []
         self.peeked: dict[Any, int] = {}
@@ -114,7 +115,7 @@ class Machine:
     def run(self) -> Counters:
         """Run to the end; raises what the kernel did wrong."""
         grid, cluster = self.launch.grid, self.launch.cluster
-        pending = deque(
+        self.pending = deque(
             (x, y, z)
             for z in range(0, grid[2], cluster[2])
             for y in range(0, grid[1], cluster[1])
@@ -122,19 +123,23 @@ class Machine:
         )
         active: list[Cluster] = []
         with np.errstate(all="ignore"):
-            while pending or active:
+            while self.pending or active:
                 if not active:
-                    active.append(self._start(pending.popleft()))
+                    active.append(self._start(self.pending.popleft()))
                 progress = [cta.run() for cluster in active for cta in cluster.ctas if cta.live]
                 for done in [c for c in active if not c.alive]:
                     self._end(done)
                     active.remove(done)
                 if any(progress) or not active or self._unstick(active):
                     continue
-                if not pending or len(active) >= self.options.resident:
+                if not self.pending or len(active) >= self.options.resident:
                     raise Deadlock(self._deadlock_report(active))
-                active.append(self._start(pending.popleft()))
+                active.append(self._start(self.pending.popleft()))
         return self.tally.finish()
+
+    def cancel_next(self) -> tuple[int, int, int] | None:
+        """Take the next cluster that has not started off the grid; its position."""
+        return self.pending.popleft() if self.pending else None
 
     def pc_of(self, instruction: Instruction) -> int:
         """The program counter of the block that starts with a blocking instruction."""

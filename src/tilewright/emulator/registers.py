@@ -28,9 +28,9 @@ from .parse import (
 if TYPE_CHECKING:
     from .cta import CTA
 
-_STORAGE = {1: np.bool_, 16: np.uint16, 32: np.uint32, 64: np.uint64}
+_STORAGE = {1: np.bool_, 16: np.uint16, 32: np.uint32, 64: np.uint64, 128: np.dtype("V16")}
 # Registers start with a pattern that is a NaN in every float format and an odd address.
-_POISON = {1: False, 16: 0xFFFD, 32: 0xFFFDFFFD, 64: 0xFFFDFFFDFFFDFFFD}
+_POISON = {1: False, 16: 0xFFFD, 32: 0xFFFDFFFD, 64: 0xFFFDFFFDFFFDFFFD, 128: b"\xfd\xff" * 8}
 
 SPECIALS = (
     "tid.x",

@@ -29,6 +29,7 @@ _FILES = (
     "float",
     "convert",
     "memory",
+    "launch",
     "atomics",
     "control",
     "warp",

@@ -175,7 +175,7 @@ def selp(ins: Instruction, lanes: Lanes) -> Effect:
     return lambda: np.take(table, p.view(np.uint8), out=d, mode="clip")
 
 
-@instruction("mov<.b16|.b32|.b64|.u16|.u32|.u64|.s16|.s32|.s64|.f32|.f64|.pred>", unit="alu")
+@instruction("mov<.b16|.b32|.b64|.b128|.u16|.u32|.u64|.s16|.s32|.s64|.f32|.f64|.pred>", unit="alu")
 def mov(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.9.1, 9.7.9.2 mov: registers, constants, addresses of variables; packs and unpacks."""
     kind = type_of(ins.parts[-1])

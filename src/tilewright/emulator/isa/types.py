@@ -15,6 +15,7 @@ TYPES: dict[str, np.dtype] = {
     **{f"s{n}": np.dtype(f"i{n // 8}") for n in (8, 16, 32, 64)},
     **{f"b{n}": np.dtype(f"u{n // 8}") for n in (8, 16, 32, 64)},
     **{f"f{n}": np.dtype(f"f{n // 8}") for n in (16, 32, 64)},
+    "b128": np.dtype("V16"),
     "bf16": BF16,
     "pred": np.dtype(np.bool_),
     "e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
