@@ -97,6 +97,12 @@ _LAUNCH = ctypes.CFUNCTYPE(
 _ERROR = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 
 
+def call_packed(function: Any, values: list[_Any]) -> int:
+    """Calls a TVM-FFI function; 0 if it succeeded."""
+    array, result = (_Any * max(len(values), 1))(*values), _Any()
+    return function(None, array, len(values), ctypes.byref(result))
+
+
 def cache_dir() -> Path:
     """Where linked hosts and parsed kernels are kept: $TILEWRIGHT_CACHE or the user's cache."""
     root = os.environ.get("TILEWRIGHT_CACHE")
@@ -112,7 +118,7 @@ class Host:
     def __init__(self, object_path: str | Path, chip: Chip, kernels: dict[str, Kernel]):
         self.kernels = kernels
         self.library = ctypes.CDLL(str(_link(Path(object_path))))
-        self.function = self.library[_entry_name(Path(object_path))]
+        self.function = self.library[entry_name(Path(object_path))]
         self.launches: list[Launch] = []
         self.errors: list[str] = []
         self._callbacks = (_LAUNCH(self._launch), _ERROR(self._error))
@@ -127,10 +133,8 @@ class Host:
         Raises ValueError with the host function's own message where it refuses the arguments.
         """
         self.launches, self.errors = [], []
-        packer = _Packer()
-        values = [packer.pack(a) for a in arguments]
-        array, result = (_Any * max(len(values), 1))(*values), _Any()
-        status = self.function(None, array, len(values), ctypes.byref(result))
+        packer = Packer()
+        status = call_packed(self.function, [packer.pack(a) for a in arguments])
         if status or self.errors:
             raise ValueError("the host function refused: " + "".join(self.errors))
         return self.launches, packer.tensors
@@ -167,7 +171,7 @@ class Host:
         return Launch(name, tuple(dims[:3]), tuple(dims[3:]), cluster, shared, bytes(space))
 
 
-class _Packer:
+class Packer:
     """Turns Python arguments into TVM-FFI values and keeps alive what they point to."""
 
     def __init__(self) -> None:
@@ -195,7 +199,11 @@ class _Packer:
 
     def _pack_tensor(self, value: Any) -> _Any:
         number = len(self.tensors)
-        tensor = device_tensor(value, f"argument {number}", (number + 1) << REGION_BITS)
+        address = (number + 1) << REGION_BITS
+        return self.add(device_tensor(value, f"argument {number}", address))
+
+    def add(self, tensor: DeviceTensor) -> _Any:
+        """A tensor whose address is known already."""
         rank = len(tensor.shape)
         shape = (ctypes.c_int64 * max(rank, 1))(*tensor.shape)
         strides = (ctypes.c_int64 * max(rank, 1))(*tensor.strides)
@@ -258,7 +266,7 @@ def _link(object_path: Path) -> Path:
     return library
 
 
-def _entry_name(object_path: Path) -> str:
+def entry_name(object_path: Path) -> str:
     """The `__tvm_ffi_` symbol of an ELF object, found by its name in the string table."""
     data = object_path.read_bytes()
     marker = b"\0__tvm_ffi_"
