@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.emulator.ptx import Program
-from tilewright.emulator import Options
+from tilewright.emulator import Options, parallel
 from tilewright.emulator.errors import OutOfBounds
 from tilewright.emulator.memory import Global
 from tilewright.emulator.tensor_map import TensorMap
@@ -123,3 +123,32 @@ def test_a_tensor_map_larger_than_its_tensor_is_refused() -> None:
     wide = TensorMap(tensor.address, (8, 5), (4, 32), (8, 1), kind=7, span=0)
     with pytest.raises(OutOfBounds, match="covers 160 bytes of array0"):
         wide.array(Global(program.tensors))
+
+
+SQUARES = """
+    mov.u32 %r0, %tid.x; mov.u32 %r1, %ctaid.x; shl.b32 %r2, %r1, 5; add.s32 %r2, %r2, %r0;
+    mul.lo.s32 %r3, %r2, %r2; mul.wide.u32 %d5, %r2, 4; add.s64 %d5, %d0, %d5;
+    st.global.b32 [%d5], %r3;
+"""
+
+
+def test_processes_share_clusters_that_cannot_see_each_other() -> None:
+    alone, shared = np.zeros(160, np.uint32), np.zeros(160, np.uint32)
+    wanted, _ = Program(SQUARES, alone, grid=5).run()
+    p = Program(SQUARES, shared, grid=5)
+    options = Options(workers=2)
+    assert parallel.is_divisible(p.kernel)
+    counters, _ = parallel.run(p.kernel, p.launch, p.tensors, p.chip, options)
+    np.testing.assert_array_equal(shared, np.arange(160) ** 2)
+    assert counters == wanted
+
+
+def test_a_fault_in_a_worker_process_is_raised() -> None:
+    p = Program(SQUARES, np.zeros(150, np.uint32), grid=5)
+    with pytest.raises(OutOfBounds, match="array0"):
+        parallel.run(p.kernel, p.launch, p.tensors, p.chip, Options(workers=2))
+
+
+def test_a_kernel_with_a_tile_counter_is_not_divided() -> None:
+    arrays = np.zeros(1, np.uint32), np.zeros(10, np.uint32)
+    assert not parallel.is_divisible(Program(TILES, *arrays).kernel)

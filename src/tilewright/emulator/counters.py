@@ -115,6 +115,17 @@ class Tally:
             self.counters.branches[key] = (taken + bound.taken_warps, other + bound.other_warps)
         bound.executions = bound.taken_warps = bound.other_warps = 0
 
+    def merge(self, other: Tally) -> None:
+        """Add what another process counted."""
+        for warp, counter in other.warps.items():
+            self.warps.setdefault(warp, Counter()).update(counter)
+            self.visited.setdefault(warp, set()).update(other.visited.get(warp, ()))
+        self.counters.ctas |= other.counters.ctas
+        self.counters.executed |= other.counters.executed
+        for place, (taken, not_taken) in other.counters.branches.items():
+            first, second = self.counters.branches.get(place, (0, 0))
+            self.counters.branches[place] = (first + taken, second + not_taken)
+
     def finish(self) -> Counters:
         """The totals, with warps grouped into roles."""
         roles: dict[frozenset[int], list[int]] = {}

@@ -14,6 +14,8 @@ from .chip import chip_for
 from .counters import Counters
 from .host import Host, cache_dir
 from .machine import Machine, Options
+from .parallel import is_divisible
+from .parallel import run as run_parallel
 from .parse import Kernel, parse
 
 _PARSER = Path(__file__).with_name("parse.py")
@@ -58,10 +60,15 @@ class Emulator:
         result = Result()
         for launch in launches:
             self.progress(f"{launch.kernel}: grid {launch.grid}, block {launch.block}")
-            machine = Machine(self.kernels[launch.kernel], launch, tensors, self.chip, self.options)
-            result.launches.append(machine.run())
-            if machine.races:
-                result.reports += machine.races.reports
+            kernel = self.kernels[launch.kernel]
+            if self.options.workers > 1 and is_divisible(kernel):
+                counters, reports = run_parallel(kernel, launch, tensors, self.chip, self.options)
+            else:
+                machine = Machine(kernel, launch, tensors, self.chip, self.options)
+                counters = machine.run()
+                reports = machine.races.reports if machine.races else []
+            result.launches.append(counters)
+            result.reports += reports
         return result
 
 

@@ -28,7 +28,8 @@ class Options:
 
     `failing_peeks`: the first look at every mbarrier phase fails, so that slow paths run.
     `races`: detect races by happens-before. `initialised`: reads of unwritten memory are errors.
-    `resident`: how many clusters may be started before the first has ended.
+    `resident`: how many clusters may be started before the first has ended. `workers`: processes
+    that share the clusters of a launch whose clusters cannot see each other.
     """
 
     schedule: str = "eager"
@@ -37,6 +38,7 @@ class Options:
     races: bool = False
     initialised: bool = True
     resident: int = 64
+    workers: int = 1
 
 
 class Cluster:
@@ -113,14 +115,20 @@ class Machine:
         self.peeked: dict[Any, int] = {}
 
     def run(self) -> Counters:
-        """Run to the end; raises what the kernel did wrong."""
-        grid, cluster = self.launch.grid, self.launch.cluster
-        self.pending = deque(
-            (x, y, z)
-            for z in range(0, grid[2], cluster[2])
-            for y in range(0, grid[1], cluster[1])
-            for x in range(0, grid[0], cluster[0])
-        )
+        """Run all clusters to the end; raises what the kernel did wrong."""
+        self.execute(self.positions())
+        return self.tally.finish()
+
+    def positions(self) -> list[tuple[int, int, int]]:
+        """Where in the grid the clusters start, in launch order."""
+        (gx, gy, gz), (cx, cy, cz) = self.launch.grid, self.launch.cluster
+        return [
+            (x, y, z) for z in range(0, gz, cz) for y in range(0, gy, cy) for x in range(0, gx, cx)
+        ]
+
+    def execute(self, positions: list[tuple[int, int, int]]) -> None:
+        """Run the clusters at these positions to their end."""
+        self.pending = deque(positions)
         active: list[Cluster] = []
         with np.errstate(all="ignore"):
             while self.pending or active:
@@ -135,7 +143,6 @@ class Machine:
                 if not self.pending or len(active) >= self.options.resident:
                     raise Deadlock(self._deadlock_report(active))
                 active.append(self._start(self.pending.popleft()))
-        return self.tally.finish()
 
     def cancel_next(self) -> tuple[int, int, int] | None:
         """Take the next cluster that has not started off the grid; its position."""
