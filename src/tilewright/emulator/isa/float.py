@@ -66,7 +66,7 @@ def _finish(ins: Instruction, compute: Callable[[], np.ndarray], d: np.ndarray) 
 def _arithmetic(ins: Instruction, lanes: Lanes, operation: np.ufunc) -> Effect:
     d, (a, b) = _views(ins, lanes)
     if not {"ftz", "sat", "relu"} & set(ins.parts):
-        return partial(operation, a, b, d)
+        return partial(operation, a, b, out=d)
     return _finish(ins, lambda: operation(a, b), d)
 
 

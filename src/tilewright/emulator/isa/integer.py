@@ -17,7 +17,7 @@ _INT = "<.s16|.u16|.s32|.u32|.s64|.u64>"
 def binary(ins: Instruction, lanes: Lanes, operation: np.ufunc) -> Effect:
     kind = type_of(ins.parts[-1])
     d, a, b = ins.operands
-    return partial(operation, lanes.read(a, kind), lanes.read(b, kind), lanes.write(d, kind))
+    return partial(operation, lanes.read(a, kind), lanes.read(b, kind), out=lanes.write(d, kind))
 
 
 @instruction("add" + _INT, unit="alu")
