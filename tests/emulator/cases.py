@@ -181,6 +181,7 @@ CASES = [
     _tcgen05(BF16, BF16, (256, 128, 64), "kk", 2),
     _tcgen05(BF16, BF16, (128, 64, 64), "kn", 2),
     _tcgen05(E4M3, E5M2, (128, 64, 128), "kk", 1),
+    _tcgen05(cutlass.Float32, cutlass.Float32, (128, 64, 32), "kk", 1),  # as tf32
     _tcgen05(BF16, BF16, (64, 64, 64), "kk", 1, "16x256b", 8),
     _tcgen05(F16, F16, (128, 64, 64), "kk", 1, "16x64b", 8, True),
     _tcgen05(F16, F16, (128, 64, 64), "kk", 1, "16x128b", 4, True),
