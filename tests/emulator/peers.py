@@ -37,10 +37,22 @@ class Peer:
     def reports(self) -> list[str]:
         return [report for result in self.results for report in result.reports]
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Any:
-        """(out, lse); q (B, Sq, H, D), k and v (B, Sk, H, D)."""
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool,
+        bounds: torch.Tensor | None = None,
+    ) -> Any:
+        """(out, lse); q (B, Sq, H, D), k and v (B, Sk, H, D), or packed with int32 `bounds`."""
         q, k, v = (t.as_subclass(HostTensor) for t in (q, k, v))
-        return self.interface._flash_attn_fwd(q, k, v, causal=causal, return_lse=True)[:2]
+        packed: dict[str, Any] = {}
+        if bounds is not None:
+            longest = int(bounds.diff().max())
+            packed = {"max_seqlen_q": longest, "max_seqlen_k": longest}
+            packed["cu_seqlens_q"] = packed["cu_seqlens_k"] = bounds.as_subclass(HostTensor)
+        return self.interface._flash_attn_fwd(q, k, v, causal=causal, return_lse=True, **packed)[:2]
 
     def backward(self, *tensors: torch.Tensor, causal: bool) -> Any:
         """(dq, dk, dv) from q, k, v, out, dout, lse."""

@@ -11,7 +11,7 @@ from tests.emulator.ptx import Program
 from tilewright.emulator import Options, parallel
 from tilewright.emulator.errors import OutOfBounds
 from tilewright.emulator.memory import Global
-from tilewright.emulator.tensor_map import TensorMap
+from tilewright.emulator.tensor_map import TensorMap, load_box
 
 # Array 0 is a counter that hands out tiles, array 1 (tile) gets the number of the CTA that took it.
 TILES = """
@@ -121,8 +121,10 @@ def test_a_tensor_map_larger_than_its_tensor_is_refused() -> None:
     program = Program("", np.zeros((4, 8), np.float32))
     (tensor,) = program.tensors
     wide = TensorMap(tensor.address, (8, 5), (4, 32), (8, 1), kind=7, span=0)
-    with pytest.raises(OutOfBounds, match="covers 160 bytes of array0"):
-        wide.array(Global(program.tensors))
+    memory = Global(program.tensors)
+    assert not load_box(wide, memory, (0, 3)).any()
+    with pytest.raises(OutOfBounds, match="ends 32 bytes behind array0"):
+        load_box(wide, memory, (0, 4))
 
 
 SQUARES = """

@@ -85,3 +85,30 @@ def test_schedules_do_not_change_the_result(options: Options) -> None:
             results.append(peer.forward(q, k, v, causal=True))
     for eager, other in zip(*results, strict=True):
         assert torch.equal(eager, other)
+
+
+def test_sequences_of_different_length_use_ragged_tensor_maps() -> None:
+    """Packed q, k, v with lengths 100, 0 and 200: each sequence attends within itself only."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(300, 1, DIM, dtype=torch.bfloat16) for _ in range(3))
+    bounds = torch.tensor([0, 100, 100, 300], dtype=torch.int32)
+    with peers.flash_attention("sm_90a", Options(races=True)) as peer:
+        out = peer.forward(q, k, v, causal=True, bounds=bounds)[0]
+    for first, last in ((0, 100), (100, 300)):
+        heads = [t[first:last, 0] for t in (q, k, v, q)]
+        exact = oracle.attention(*(t.double() for t in heads), causal=True)
+        plain = oracle.attention(*heads, causal=True)
+        oracle.assert_as_exact_as_type(out[first:last, 0], plain.out, exact.out)
+    assert not peer.reports
+
+
+def test_fp8_forward_agrees_with_float64() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 256, 1, DIM).to(torch.float8_e4m3fn) for _ in range(3))
+    with peers.flash_attention("sm_100a", Options(races=True)) as peer:
+        out = peer.forward(q, k, v, causal=False)[0]
+    heads = [t[0, :, 0].double() for t in (q, k, v, q)]
+    exact = oracle.attention(*heads, causal=False)
+    # P is rounded to e4m3, which has 3 bits behind the leading one.
+    assert (out[0, :, 0].double() - exact.out).abs().max() < exact.out.abs().max() * 2**-3
+    assert not peer.reports

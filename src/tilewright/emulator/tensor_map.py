@@ -7,12 +7,12 @@ varying one argument at a time, and a field that was never seen set raises.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from .errors import OutOfBounds, Unsupported
-from .host import DeviceTensor
 from .layouts import swizzled
 from .memory import Global, Shared
 
@@ -23,6 +23,7 @@ _SPANS = {0: 0, 1: 32, 2: 64, 3: 128}
 # Bits of word 2 with a known meaning: rank 4-6, type 7-10, swizzle 13-14, tf32 16. Bits 0-3 are the
 # version, 15 and 17 up were constant.
 _INTERLEAVE = 3 << 11
+_ADDRESS_SPACE = 1 << 57
 
 
 @dataclass(frozen=True)
@@ -48,21 +49,24 @@ class TensorMap:
     def box_bytes(self) -> int:
         return int(np.prod(self.box)) * self.size
 
-    def array(self, memory: Global) -> tuple[DeviceTensor, np.ndarray]:
-        """The tensor as an array [slowest .. fastest] of unsigned elements."""
-        tensor = memory.tensor(self.address)
-        start = self.address - tensor.address
-        extent = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) + self.size
-        if start + extent > len(tensor.bytes):
+    def window(self, memory: Global, low: tuple[int, ...], extent: tuple[int, ...]) -> np.ndarray:
+        """The elements from coordinates `low` on, [slowest .. fastest], unsigned.
+
+        A map's base may lie far outside its tensor where large coordinates lead back into it
+        (ragged tensors), so only what is accessed has to belong to a tensor.
+        """
+        offset = sum(c * s for c, s in zip(low, self.strides, strict=True))
+        address = (self.address + offset) % _ADDRESS_SPACE
+        tensor = memory.tensor(address)
+        start = address - tensor.address
+        span = sum((n - 1) * s for n, s in zip(extent, self.strides, strict=True)) + self.size
+        if start + span > len(tensor.bytes):
             raise OutOfBounds(
-                f"a tensor map of shape {self.shape} and byte strides {self.strides} "
-                f"covers {extent} bytes of {tensor.name}, "
-                f"which has {len(tensor.bytes) - start}"
+                f"a box at {low} of a tensor map of shape {self.shape} and byte strides "
+                f"{self.strides} ends {start + span - len(tensor.bytes)} bytes behind {tensor.name}"
             )
-        flat = tensor.bytes[start : start + extent]
-        elements = np.frombuffer(flat, np.uint8)[: extent // self.size * self.size]
-        view = elements.view(f"u{self.size}")
-        return tensor, np.lib.stride_tricks.as_strided(view, self.shape[::-1], self.strides[::-1])
+        flat = tensor.bytes[start : start + span].view(f"u{self.size}")
+        return np.lib.stride_tricks.as_strided(flat, extent[::-1], self.strides[::-1])
 
     def reduction_type(self) -> str:
         """The numpy type in which a reduction adds."""
@@ -92,16 +96,14 @@ def decode(raw: bytes) -> TensorMap:
     )
 
 
-def _overlap(
-    map_: TensorMap, start: tuple[int, ...]
-) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-    """The part of the box at `start` in the tensor, as slices of the tensor and of the box."""
-    in_tensor, in_box = [], []
-    for c, n, b in zip(reversed(start), reversed(map_.shape), reversed(map_.box), strict=True):
-        low, high = max(c, 0), max(min(c + b, n), max(c, 0))
-        in_tensor.append(slice(low, high))
-        in_box.append(slice(low - c, high - c))
-    return tuple(in_tensor), tuple(in_box)
+def _overlap(map_: TensorMap, start: tuple[int, ...]) -> tuple[Any, Any, tuple[slice, ...]]:
+    """The part of the box at `start` in the tensor: first coordinate, extent, slices of the box."""
+    low = tuple(max(c, 0) for c in start)
+    ends = zip(start, map_.box, map_.shape, low, strict=True)
+    extent = tuple(max(min(c + b, n) - first, 0) for c, b, n, first in ends)
+    corners = zip(start, low, extent, strict=True)
+    in_box = [slice(first - c, first - c + n) for c, first, n in corners]
+    return low, extent, tuple(reversed(in_box))
 
 
 def chunk_index(map_: TensorMap, shared_address: int) -> np.ndarray:
@@ -118,10 +120,10 @@ def chunk_index(map_: TensorMap, shared_address: int) -> np.ndarray:
 
 def load_box(map_: TensorMap, memory: Global, start: tuple[int, ...]) -> np.ndarray:
     """The box at coordinates `start` (fastest first) as bytes; zeros outside the tensor."""
-    _, tensor = map_.array(memory)
-    box = np.zeros(map_.box[::-1], tensor.dtype)
-    in_tensor, in_box = _overlap(map_, start)
-    box[in_box] = tensor[in_tensor]
+    box = np.zeros(map_.box[::-1], f"u{map_.size}")
+    low, extent, in_box = _overlap(map_, start)
+    if all(extent):
+        box[in_box] = map_.window(memory, low, extent)
     return box.reshape(-1).view(np.uint8)
 
 
@@ -129,16 +131,16 @@ def store_box(
     map_: TensorMap, memory: Global, start: tuple[int, ...], data: np.ndarray, reduction: str | None
 ) -> None:
     """Writes the box's bytes into the tensor, or combines them: add, min, max, and, or, xor."""
-    _, tensor = map_.array(memory)
-    box = data.view(tensor.dtype).reshape(map_.box[::-1])
-    in_tensor, in_box = _overlap(map_, start)
+    low, extent, in_box = _overlap(map_, start)
+    if not all(extent):
+        return
+    target = map_.window(memory, low, extent)
+    part = data.view(target.dtype).reshape(map_.box[::-1])[in_box]
     if reduction is None:
-        tensor[in_tensor] = box[in_box]
+        target[...] = part
         return
     kind = _named_type(map_.reduction_type())
-    target = tensor.view(kind)
-    combined = REDUCTIONS[reduction](target[in_tensor], box.view(kind)[in_box])
-    target[in_tensor] = combined
+    target[...] = REDUCTIONS[reduction](target.view(kind), part.view(kind)).view(target.dtype)
 
 
 def _named_type(name: str) -> np.dtype:

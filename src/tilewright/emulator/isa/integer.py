@@ -123,16 +123,29 @@ def rem(ins: Instruction, lanes: Lanes) -> Effect:
     return _truncating_divide(ins, lanes, remainder=True)
 
 
-@instruction("min" + _INT, unit="alu")
+def _extremum(ins: Instruction, lanes: Lanes, operation: np.ufunc) -> Effect:
+    plain = binary(ins, lanes, operation)
+    if "relu" not in ins.parts:
+        return plain
+    d = lanes.write(ins.operands[0], type_of(ins.parts[-1]))
+
+    def effect() -> None:
+        plain()
+        np.maximum(d, 0, out=d)
+
+    return effect
+
+
+@instruction("min{.relu}" + _INT, unit="alu")
 def min_int(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.1.12 min."""
-    return binary(ins, lanes, np.minimum)
+    return _extremum(ins, lanes, np.minimum)
 
 
-@instruction("max" + _INT, unit="alu")
+@instruction("max{.relu}" + _INT, unit="alu")
 def max_int(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.1.13 max."""
-    return binary(ins, lanes, np.maximum)
+    return _extremum(ins, lanes, np.maximum)
 
 
 def unary(ins: Instruction, lanes: Lanes, operation: np.ufunc) -> Effect:
