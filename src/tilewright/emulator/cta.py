@@ -118,25 +118,23 @@ class CTA:
             self.spinning[block.pc] = self.spinning.get(block.pc, 0) | mask
             self.spin_epoch = machine.epoch
             return False
+        self._run_block(block, mask)
+        return True
+
+    def _run_block(self, block: Block, mask: int) -> None:
         bound = self.bounds[block.pc].get(mask)
         if bound is None:
             bound = self.bounds[block.pc][mask] = Bound(self, block, mask)
         passed = bound.run()
         if block.effects:
-            machine.epoch += 1
+            self.machine.epoch += 1
         if block.polls:
-            self.polled[block.pc] = machine.epoch
-        if not passed:
-            return True
-        if block.predicate is None:
-            self.enter(block.next, passed)
-            return True
-        taken = bound.taken() & passed
+            self.polled[block.pc] = self.machine.epoch
+        taken = bound.taken() & passed if passed and block.predicate is not None else 0
         if taken:
             self.enter(block.taken, taken)
         if passed & ~taken:
             self.enter(block.next, passed & ~taken)
-        return True
 
     def _whole_part(self, block: Block, mask: int) -> int:
         """The threads of `mask` whose warps (or warpgroups) are complete, as one slice.
@@ -153,13 +151,14 @@ class CTA:
                 whole |= mask & group
         if mask & ~whole:
             self.held[block.pc] = self.held.get(block.pc, 0) | (mask & ~whole)
-        start = (whole & -whole).bit_length() - 1
-        run = whole >> start if whole else 0
-        length = (~run & (run + 1)).bit_length() - 1
-        first = whole & (((1 << length) - 1) << start) if whole else 0
+        if not whole:
+            return 0
+        lowest = whole & -whole
+        # Adding the lowest bit carries through the first run of ones and leaves the rest.
+        first = whole & ~(whole + lowest)
         if whole & ~first:
             self.ready[block.pc] = whole & ~first
-        if first and first == mask and self.live == (1 << self.threads) - 1:
+        if first == mask and self.live == (1 << self.threads) - 1:
             self._whole[together].add(mask)
         return first
 
@@ -169,14 +168,7 @@ class CTA:
             return False
         pc, mask = self.held.popitem()
         self.machine.epoch += 1
-        bound = self.bounds[pc].setdefault(mask, Bound(self, self.machine.blocks[pc], mask))
-        if passed := bound.run():
-            block = self.machine.blocks[pc]
-            taken = bound.taken() & passed if block.predicate else 0
-            if taken:
-                self.enter(block.taken, taken)
-            if passed & ~taken:
-                self.enter(block.next, passed & ~taken)
+        self._run_block(self.machine.blocks[pc], mask)
         return True
 
     def _set_specials(self) -> None:
@@ -191,7 +183,7 @@ class CTA:
             "warpid": thread // 32,
             "nwarpid": -(-self.threads // 32),
             "cluster_ctarank": self.rank,
-            "smid": self.machine.smid(self),
+            "smid": 0,
             "cluster_nctarank": cluster[0] * cluster[1] * cluster[2],
             "dynamic_smem_size": launch.shared_bytes,
             "total_smem_size": launch.shared_bytes + self.machine.kernel.static_shared,

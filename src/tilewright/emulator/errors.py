@@ -58,7 +58,3 @@ class BarrierMisuse(EmulationError):
 
 class ResourceMisuse(EmulationError):
     """Tensor memory allocated twice or never freed, registers beyond the setmaxnreg pool."""
-
-
-class Race(EmulationError):
-    """Two accesses, one a write, that no chain of synchronisation orders."""

@@ -13,7 +13,7 @@ from .barriers import ClusterBarrier, MBarriers, describe_threads
 from .chip import Chip
 from .counters import Counters, Tally
 from .cta import CTA, SHARED_BASE
-from .errors import Deadlock, EmulationError, ResourceMisuse
+from .errors import Deadlock, ResourceMisuse
 from .host import DeviceTensor, Launch
 from .memory import Global, Shared
 from .parse import Instruction, Kernel
@@ -159,9 +159,6 @@ class Machine:
     def new_tensor_memory(self, cta: CTA) -> TensorMemory | None:
         return TensorMemory() if self.chip.tensor_memory_columns else None
 
-    def smid(self, cta: CTA) -> int:
-        return 0
-
     def _start(self, position: tuple[int, int, int]) -> Cluster:
         if self._free:
             cluster = self._free.pop()
@@ -260,6 +257,3 @@ def _check_launch(kernel: Kernel, launch: Launch, chip: Chip) -> None:
         )
     if any(g % c for g, c in zip(launch.grid, launch.cluster, strict=True)):
         raise ValueError(f"grid {launch.grid} is no multiple of the cluster {launch.cluster}")
-
-
-__all__ = ["Cluster", "EmulationError", "Machine", "Options"]

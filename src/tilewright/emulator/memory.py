@@ -14,7 +14,7 @@ from .errors import OutOfBounds, Uninitialised
 from .host import REGION_BITS, DeviceTensor
 
 if TYPE_CHECKING:
-    from .registers import Lanes
+    pass
 
 _UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 OFFSET_MASK = 0xFFFFFF
@@ -126,8 +126,3 @@ class Global:
         if size > 1 and (offsets & np.uint64(size - 1)).any():
             raise OutOfBounds(f"a {size}-byte access of {tensor.name} that is not aligned to it")
         return tensor, offsets.astype(np.int64)
-
-
-def warp_of(lanes: Lanes) -> np.ndarray:
-    """The warp of each lane."""
-    return lanes.threads // 32
