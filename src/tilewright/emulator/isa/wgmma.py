@@ -1,0 +1,225 @@
+"""Warpgroup matrix products of sm_90a (PTX ISA 9.7.15)."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from ..asynchronous import Groups
+from ..errors import BarrierMisuse, Unsupported
+from ..layouts import wgmma_descriptor
+from ..parse import Immediate, Instruction, Vector
+from ..registers import Lanes
+from . import Effect, instruction
+from .operands import SIZES, Tile, read_tile, to_float32
+
+_WARPGROUP = 128
+
+
+def accumulator_to_registers(matrix: np.ndarray) -> np.ndarray:
+    """[64, N] to [register, thread]: 9.7.15.5.1, figure of the D fragment.
+
+    Register 4 j + 2 h + b of lane 4 g + q in warp w holds row 16 w + 8 h + g, column 8 j + 2 q + b.
+    """
+    tiles = matrix.reshape(4, 2, 8, -1, 4, 2)  # w h g j q b
+    return tiles.transpose(3, 1, 5, 0, 2, 4).reshape(-1, _WARPGROUP)
+
+
+def fragment_from_registers(words: np.ndarray, size: int) -> np.ndarray:
+    """A operand [4, 128] of 32-bit registers to [64, 32 / size * ...] codes of `size` bytes.
+
+    Register 2 kh + h holds row 16 w + 8 h + g and the 4 bytes at 16 kh + 4 q of the k slice.
+    """
+    tiles = words.reshape(2, 2, 4, 8, 4)  # kh h w g q
+    rows = np.ascontiguousarray(tiles.transpose(2, 1, 3, 0, 4)).reshape(64, 8)
+    return rows.view(f"u{size}")
+
+
+@instruction("wgmma.fence.sync.aligned", together=128, starts=True)
+def wgmma_fence(ins: Instruction, lanes: Lanes) -> Effect:
+    """9.7.15.7.1 wgmma.fence: orders register accesses before the products that use them."""
+    cta = lanes.cta
+
+    def effect() -> None:
+        for group in _warpgroups(lanes):
+            cta.cluster.group(("wgmma", cta.rank, group)).fenced = True
+            if cta.touched is not None:
+                cta.touched[group] = False
+
+    return effect
+
+
+@instruction("wgmma.commit_group.sync.aligned", together=128, effects=True)
+def wgmma_commit(ins: Instruction, lanes: Lanes) -> Effect:
+    """9.7.15.7.2 wgmma.commit_group."""
+    cta = lanes.cta
+
+    def effect() -> None:
+        for group in _warpgroups(lanes):
+            cta.cluster.group(("wgmma", cta.rank, group)).commit()
+
+    return effect
+
+
+@instruction("wgmma.wait_group.sync.aligned", together=128, effects=True)
+def wgmma_wait(ins: Instruction, lanes: Lanes) -> Effect:
+    """9.7.15.7.3 wgmma.wait_group: all but the newest N groups are complete."""
+    allowed, cta, races = ins.operands[0], lanes.cta, lanes.cta.machine.races
+    assert isinstance(allowed, Immediate)
+
+    def effect() -> None:
+        for group in _warpgroups(lanes):
+            groups = cta.cluster.group(("wgmma", cta.rank, group))
+            groups.fenced = False
+            finished = groups.wait(allowed.bits)
+            if races:
+                for agent, warp in product(finished, range(4 * group, 4 * group + 4)):
+                    races.join(cta, warp, agent)
+
+    return effect
+
+
+def _warpgroups(lanes: Lanes) -> list[int]:
+    if lanes.count % _WARPGROUP:
+        raise BarrierMisuse("a wgmma instruction by an incomplete warpgroup")
+    return [int(t) // _WARPGROUP for t in lanes.threads[::_WARPGROUP]]
+
+
+_SHAPES = "<" + "|".join(f".m64n{n}k{k}" for k in (8, 16, 32) for n in range(256, 7, -8)) + ">"
+_KINDS = ("<.f32|.f16>", "<.f16|.bf16|.tf32|.e4m3|.e5m2>")
+
+
+@instruction(
+    "wgmma.mma_async.sync.aligned" + _SHAPES + _KINDS[0] + _KINDS[1] + _KINDS[1],
+    together=128,
+    effects=True,
+)
+def wgmma_mma(ins: Instruction, lanes: Lanes) -> Effect:
+    """9.7.15.7.4 wgmma.mma_async: D = A B + D, A from shared memory or registers."""
+    if ins.parts[-3] != "f32":
+        raise Unsupported(f"{ins.opcode}: accumulator .{ins.parts[-3]}")
+    bound = _Product(ins, lanes)
+    groups = [(i * _WARPGROUP, g) for i, g in enumerate(_warpgroups(lanes))]
+
+    def effect() -> None:
+        for lane, group in groups:
+            bound.issue(lane, group)
+
+    return effect
+
+
+class _Product:
+    """One bound wgmma.mma_async: the operands' views, and how to issue it for a warpgroup."""
+
+    def __init__(self, ins: Instruction, lanes: Lanes):
+        self.lanes, self.place = lanes, lanes.place
+        self.a_type, self.b_type = ins.parts[-2], ins.parts[-1]
+        shape = ins.parts[4]
+        self.n, self.k = int(shape[4 : shape.index("k")]), int(shape[shape.index("k") + 1 :])
+        if self.k * SIZES[self.a_type] != 32 or SIZES[self.a_type] != SIZES[self.b_type]:
+            raise Unsupported(f"{ins.opcode}: k does not fit the element types")
+        d, a, b, scale, *rest = ins.operands
+        self.d, self.d_rows = lanes.rows(d, np.float32)
+        if len(self.d_rows) != self.n // 2:
+            raise Unsupported(f"{ins.opcode} with {len(self.d_rows)} accumulators")
+        self.all_rows = self.d_rows
+        self.first_row = first = int(self.d_rows[0])
+        if (np.diff(self.d_rows) == 1).all():
+            self.d_rows = slice(first, first + self.n // 2)
+        self.from_registers = isinstance(a, Vector)
+        self.a: Any
+        if isinstance(a, Vector):
+            self.a = lanes.rows(a)
+            self.all_rows = np.concatenate([self.all_rows, self.a[1]])
+        else:
+            self.a = lanes.read(a, np.uint64)
+        self.b, self.accumulate = lanes.read(b, np.uint64), lanes.read(scale, np.bool_)
+        flags = [f.bits for f in rest if isinstance(f, Immediate)]
+        self.scale_a, self.scale_b = flags[0], flags[1]
+        trans = flags[2:]
+        if not self.from_registers:
+            self.trans_a = bool(trans.pop(0)) if trans else False
+        self.trans_b = bool(trans.pop(0)) if trans else False
+        self.flops = 2 * 64 * self.n * self.k
+        self.unit = f"MMA {shape} {self.a_type} FLOP"
+
+    def issue(self, lane: int, group: int) -> None:
+        cta = self.lanes.cta
+        machine, groups = cta.machine, cta.cluster.group(("wgmma", cta.rank, group))
+        if not groups.fenced:
+            raise BarrierMisuse("wgmma.mma_async without a wgmma.fence since the last wait_group")
+        window = slice(lane, lane + _WARPGROUP)
+        if cta.touched is not None and cta.touched[group][self.all_rows].any():
+            raise BarrierMisuse(
+                "wgmma.mma_async on registers that were written since the last wgmma.fence"
+            )
+        accumulate = bool(self._at(self.accumulate, lane))
+        b = int(self._at(self.b, lane))
+        a = 0 if self.from_registers else int(self._at(self.a, lane))
+        base = None
+        if not machine.queue.eager:
+            base = self._poison(window, accumulate, groups)
+        races = machine.races
+        agent: Any = (
+            races.issue(cta, 4 * group, "wgmma", range(4 * group, 4 * group + 4)) if races else None
+        )
+
+        def run() -> None:
+            self._run(window, a, b, accumulate, base, agent)
+            if not machine.queue.eager:
+                groups.accumulators[self.first_row, window.start] -= 1
+
+        pipe = ("wgmma", id(cta), group)
+        operation = machine.queue.submit(pipe, run, self.place)
+        groups.open.append((operation, agent))
+        cta.count(4 * group, self.unit, self.flops)
+        operand_bytes = self.n * 32 + (0 if self.from_registers else 64 * 32)
+        cta.count(4 * group, "shared bytes read by MMA", operand_bytes)
+
+    def _poison(self, window: slice, accumulate: bool, groups: Groups) -> np.ndarray | None:
+        """Until its wait, an accumulator holds NaN; returns what it held.
+
+        None where products in flight already write it: the pipe keeps their order.
+        """
+        key = (self.first_row, window.start)
+        in_flight = groups.accumulators.get(key, 0)
+        groups.accumulators[key] = in_flight + 1
+        values = self.d[self.d_rows, window].copy()
+        self.d[self.d_rows, window] = np.nan
+        return values if accumulate and not in_flight else None
+
+    @staticmethod
+    def _at(values: np.ndarray, lane: int) -> Any:
+        return values[lane] if len(values) > 1 else values[0]
+
+    def _run(
+        self, window: slice, a: int, b: int, accumulate: bool, base: np.ndarray | None, agent: Any
+    ) -> None:
+        cta = self.lanes.cta
+        shared, check = cta.cluster.shared, cta.machine.options.initialised
+        races = cta.machine.races
+        watch = (
+            (lambda at: races.units_access(agent, at, SIZES[self.b_type], False, self.place))
+            if races
+            else None
+        )
+        if self.from_registers:
+            registers, rows = self.a
+            left = to_float32(
+                fragment_from_registers(registers[rows, window], SIZES[self.a_type]), self.a_type
+            )
+        else:
+            tile = Tile(wgmma_descriptor(a), 64, self.k, self.a_type, self.trans_a)
+            left = read_tile(shared, tile, cta.rank, check, watch)
+        tile = Tile(wgmma_descriptor(b), self.n, self.k, self.b_type, self.trans_b)
+        right = read_tile(shared, tile, cta.rank, check, watch)
+        result = accumulator_to_registers(left @ right.T)
+        if self.scale_a * self.scale_b < 0:
+            result = -result
+        if base is not None:
+            result = result + base
+        elif accumulate:
+            result = result + self.d[self.d_rows, window]
+        self.d[self.d_rows, window] = result
