@@ -71,8 +71,7 @@ install_torch() {
 }
 
 install_package() {
-    local extras=hf,dev,bench
-    if has_gpu; then extras+=,cuda; fi
+    local extras=hf,dev,bench,peers # peers brings the DSL, with which kernels compile anywhere
     say "installing tilewright[$extras] and its dependencies"
     "${pip[@]}" --editable ".[$extras]"
 }

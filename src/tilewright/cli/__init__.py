@@ -10,6 +10,7 @@ from tilewright import __version__
 from tilewright.cli.bench import bench
 from tilewright.cli.demo import demo
 from tilewright.cli.doctor import doctor
+from tilewright.cli.emulate import emulate
 
 app = typer.Typer(
     help="Exact, IO-aware attention: see it at work, and which path it takes on this machine.",
@@ -21,6 +22,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(doctor)
 app.command()(bench)
+app.command()(emulate)
 
 
 def _print_version(is_asked: bool) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import EmulationError, Place
+from tilewright.emulator.errors import EmulationError, Place
 
 SCHEDULES = ("eager", "late", "random")
 

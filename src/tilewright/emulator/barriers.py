@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .errors import BarrierMisuse, Place
+from tilewright.emulator.errors import BarrierMisuse, Place
 
 if TYPE_CHECKING:
-    from .cta import CTA
-    from .races import Clock
+    from tilewright.emulator.cta import CTA
+    from tilewright.emulator.races import Clock
 
 
 @dataclass

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .errors import EmulationError
-from .parse import Address
-from .program import Block
-from .registers import Lanes, RegisterFile, registers_of
+from tilewright.emulator.errors import EmulationError
+from tilewright.emulator.parse import Address
+from tilewright.emulator.program import Block
+from tilewright.emulator.registers import Lanes, RegisterFile, registers_of
 
 if TYPE_CHECKING:
-    from .cta import CTA
+    from tilewright.emulator.cta import CTA
 
 
 class Bound:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .memory import OFFSET_MASK
+from tilewright.emulator.memory import OFFSET_MASK
 
 if TYPE_CHECKING:
-    from .machine import Cluster
+    from tilewright.emulator.machine import Cluster
 
 SHARED_WORDS = 1 << 16  # shared memory of a CTA in 4-byte words
 TENSOR_WORDS = 8 * 512  # halves of a quarter: 16 lanes, the least that an access spans

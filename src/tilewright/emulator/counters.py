@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .program import Block
+from tilewright.emulator.program import Block
 
 if TYPE_CHECKING:
-    from .bound import Bound
-    from .cta import CTA
+    from tilewright.emulator.bound import Bound
+    from tilewright.emulator.cta import CTA
 
 
 @dataclass

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .barriers import NamedBarriers
-from .bound import Bound
-from .program import EXIT, Block
-from .registers import SPECIALS, RegisterFile
+from tilewright.emulator.barriers import NamedBarriers
+from tilewright.emulator.bound import Bound
+from tilewright.emulator.program import EXIT, Block
+from tilewright.emulator.registers import SPECIALS, RegisterFile
 
 if TYPE_CHECKING:
-    from .machine import Cluster
+    from tilewright.emulator.machine import Cluster
 
 SHARED_BASE = 1024  # the first KiB of the shared window belongs to the system on sm_90 and later
 PARAM_WINDOW = 1 << 60

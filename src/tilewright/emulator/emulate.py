@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .chip import chip_for
-from .counters import Counters
-from .host import Host, cache_dir
-from .machine import Machine, Options
-from .parallel import is_divisible
-from .parallel import run as run_parallel
-from .parse import Kernel, parse
+from tilewright.emulator.chip import chip_for
+from tilewright.emulator.counters import Counters
+from tilewright.emulator.host import Host, cache_dir
+from tilewright.emulator.machine import Machine, Options
+from tilewright.emulator.parallel import is_divisible
+from tilewright.emulator.parallel import run as run_parallel
+from tilewright.emulator.parse import Kernel, parse
 
 _PARSER = Path(__file__).with_name("parse.py")
 

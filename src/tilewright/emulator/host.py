@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from .chip import Chip
-from .parse import Kernel
+from tilewright.emulator.chip import Chip
+from tilewright.emulator.parse import Kernel
 
 STUBS = Path(__file__).with_name("host_stubs.c")
 REGION_BITS = 36  # a tensor's virtual address is (its number + 1) << REGION_BITS

@@ -16,8 +16,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from .emulate import Emulator, Result
-from .machine import Options
+from tilewright.emulator.emulate import Emulator, Result
+from tilewright.emulator.machine import Options
 
 _DTYPES: dict[str, Any] = {
     "bfloat16": ml_dtypes.bfloat16,

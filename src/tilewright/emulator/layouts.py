@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from .errors import Unsupported
+from tilewright.emulator.errors import Unsupported
 
 _PERIOD = 1024  # the longest swizzle repeats after this many bytes
 _WGMMA_SPANS = {0: 0, 1: 128, 2: 64, 3: 32}

@@ -8,18 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from .asynchronous import Groups, Queue
-from .barriers import ClusterBarrier, MBarriers, describe_threads
-from .chip import Chip
-from .counters import Counters, Tally
-from .cta import CTA, SHARED_BASE
-from .errors import Deadlock, ResourceMisuse
-from .host import DeviceTensor, Launch
-from .memory import Global, Shared
-from .parse import Instruction, Kernel
-from .program import blocks_of
-from .races import Races
-from .tensor_memory import TensorMemory
+from tilewright.emulator.asynchronous import Groups, Queue
+from tilewright.emulator.barriers import ClusterBarrier, MBarriers, describe_threads
+from tilewright.emulator.chip import Chip
+from tilewright.emulator.counters import Counters, Tally
+from tilewright.emulator.cta import CTA, SHARED_BASE
+from tilewright.emulator.errors import Deadlock, ResourceMisuse
+from tilewright.emulator.host import DeviceTensor, Launch
+from tilewright.emulator.memory import Global, Shared
+from tilewright.emulator.parse import Instruction, Kernel
+from tilewright.emulator.program import blocks_of
+from tilewright.emulator.races import Races
+from tilewright.emulator.tensor_memory import TensorMemory
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .errors import OutOfBounds, Uninitialised
-from .host import REGION_BITS, DeviceTensor
+from tilewright.emulator.errors import OutOfBounds, Uninitialised
+from tilewright.emulator.host import REGION_BITS, DeviceTensor
 
 if TYPE_CHECKING:
     pass

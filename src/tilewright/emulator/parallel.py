@@ -9,12 +9,12 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from .chip import Chip
-from .counters import Counters
-from .errors import EmulationError
-from .host import DeviceTensor, Launch
-from .machine import Machine, Options
-from .parse import Kernel
+from tilewright.emulator.chip import Chip
+from tilewright.emulator.counters import Counters
+from tilewright.emulator.errors import EmulationError
+from tilewright.emulator.host import DeviceTensor, Launch
+from tilewright.emulator.machine import Machine, Options
+from tilewright.emulator.parse import Kernel
 
 # What lets one CTA see or change what another does.
 _SHARES = ("atom", "red.", "cp.reduce", "ld.acquire", "ld.relaxed", "ld.volatile", "clusterlaunch")

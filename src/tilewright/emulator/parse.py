@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from .errors import InvalidPtx, Place
+from tilewright.emulator.errors import InvalidPtx, Place
 
 SIZES = {
     "pred": 1,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .errors import Unsupported
-from .isa import Entry, lookup
-from .parse import Instruction, Kernel, Pair, Register
+from tilewright.emulator.errors import Unsupported
+from tilewright.emulator.isa import Entry, lookup
+from tilewright.emulator.parse import Instruction, Kernel, Pair, Register
 
 EXIT = 1 << 60  # the program counter of a thread that has ended
 

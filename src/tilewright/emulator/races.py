@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .bound import lane_bits
-from .clocks import (
+from tilewright.emulator.bound import lane_bits
+from tilewright.emulator.clocks import (
     SHARED_WORDS,
     TENSOR_WORDS,
     Agent,
@@ -28,15 +28,15 @@ from .clocks import (
     merged,
     shared_words,
 )
-from .errors import Place
+from tilewright.emulator.errors import Place
 
 if TYPE_CHECKING:
-    from .asynchronous import Groups
-    from .barriers import ClusterBarrier, MBarrier, NamedBarrier
-    from .cta import CTA
-    from .machine import Cluster, Machine
-    from .registers import Lanes
-    from .tensor_memory import Rectangle
+    from tilewright.emulator.asynchronous import Groups
+    from tilewright.emulator.barriers import ClusterBarrier, MBarrier, NamedBarrier
+    from tilewright.emulator.cta import CTA
+    from tilewright.emulator.machine import Cluster, Machine
+    from tilewright.emulator.registers import Lanes
+    from tilewright.emulator.tensor_memory import Rectangle
 
 _MAX_REPORTS = 20
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .errors import InvalidPtx, Place, Unsupported
-from .parse import (
+from tilewright.emulator.errors import InvalidPtx, Place, Unsupported
+from tilewright.emulator.parse import (
     Immediate,
     Instruction,
     Not,
@@ -26,7 +26,7 @@ from .parse import (
 )
 
 if TYPE_CHECKING:
-    from .cta import CTA
+    from tilewright.emulator.cta import CTA
 
 _STORAGE = {1: np.bool_, 16: np.uint16, 32: np.uint32, 64: np.uint64, 128: np.dtype("V16")}
 # Registers start with a pattern that is a NaN in every float format and an odd address.

@@ -12,9 +12,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from .errors import OutOfBounds, Unsupported
-from .layouts import swizzled
-from .memory import Global, Shared
+from tilewright.emulator.errors import OutOfBounds, Unsupported
+from tilewright.emulator.layouts import swizzled
+from tilewright.emulator.memory import Global, Shared
 
 _ELEMENT_BYTES = {0: 1, 1: 2, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 8: 4, 9: 8, 10: 2}
 _FLOATS = {6: "float16", 7: "float32", 9: "float64", 10: "bfloat16"}

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .errors import OutOfBounds, ResourceMisuse, Uninitialised
+from tilewright.emulator.errors import OutOfBounds, ResourceMisuse, Uninitialised
 
 LANES, COLUMNS = 128, 512
 

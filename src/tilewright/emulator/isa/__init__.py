@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ..errors import Unsupported
-from ..parse import Instruction
+from tilewright.emulator.errors import Unsupported
+from tilewright.emulator.parse import Instruction
 
 if TYPE_CHECKING:
-    from ..registers import Lanes
+    from tilewright.emulator.registers import Lanes
 
 Effect = Callable[[], Any]
 Bind = Callable[[Instruction, "Lanes"], "Effect | None"]

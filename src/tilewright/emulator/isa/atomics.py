@@ -7,12 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import Unsupported
-from ..parse import Instruction, Operand, Sink
-from ..registers import Lanes
-from . import Effect, instruction
-from .memory import count_of, generic_is_shared, global_addresses, shared_addresses
-from .types import BF16, TYPES
+from tilewright.emulator.errors import Unsupported
+from tilewright.emulator.isa import Effect, instruction
+from tilewright.emulator.isa.memory import (
+    count_of,
+    generic_is_shared,
+    global_addresses,
+    shared_addresses,
+)
+from tilewright.emulator.isa.types import BF16, TYPES
+from tilewright.emulator.parse import Instruction, Operand, Sink
+from tilewright.emulator.registers import Lanes
 
 _ORDER = "{.relaxed|.acquire|.release|.acq_rel}{.cta|.cluster|.gpu|.sys}"
 _GLOBAL = "{.global}"

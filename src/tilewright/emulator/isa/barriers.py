@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from ..barriers import MBarrier, Waiters
-from ..bound import lane_bits
-from ..errors import Unsupported
-from ..parse import Instruction, Sink
-from ..registers import Lanes
-from . import Effect, instruction
-from .memory import shared_addresses
+from tilewright.emulator.barriers import MBarrier, Waiters
+from tilewright.emulator.bound import lane_bits
+from tilewright.emulator.errors import Unsupported
+from tilewright.emulator.isa import Effect, instruction
+from tilewright.emulator.isa.memory import shared_addresses
+from tilewright.emulator.parse import Instruction, Sink
+from tilewright.emulator.registers import Lanes
 
 
 def _named(ins: Instruction, lanes: Lanes, wait: bool) -> Effect:

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import OutOfBounds
-from ..parse import Immediate, Instruction
-from ..registers import Lanes
-from . import Effect, instruction
-from .memory import global_addresses, shared_addresses
-from .tma import issues
-from .types import BF16, TYPES
+from tilewright.emulator.errors import OutOfBounds
+from tilewright.emulator.isa import Effect, instruction
+from tilewright.emulator.isa.memory import global_addresses, shared_addresses
+from tilewright.emulator.isa.tma import issues
+from tilewright.emulator.isa.types import BF16, TYPES
+from tilewright.emulator.parse import Immediate, Instruction
+from tilewright.emulator.registers import Lanes
 
 
 @instruction(

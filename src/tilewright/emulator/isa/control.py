@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..errors import EmulationError, ResourceMisuse
-from ..memory import SHARED_WINDOW
-from ..parse import Immediate, Instruction
-from ..registers import Lanes
-from . import Effect, instruction
+from tilewright.emulator.errors import EmulationError, ResourceMisuse
+from tilewright.emulator.isa import Effect, instruction
+from tilewright.emulator.memory import SHARED_WINDOW
+from tilewright.emulator.parse import Immediate, Instruction
+from tilewright.emulator.registers import Lanes
 
 
 @instruction("setmaxnreg<.inc|.dec>.sync.aligned.u32", together=32, effects=True)

@@ -6,12 +6,12 @@ from functools import partial
 
 import numpy as np
 
-from ..errors import Unsupported
-from ..memory import OFFSET_MASK, SHARED_WINDOW
-from ..parse import Instruction
-from ..registers import Lanes
-from . import Effect, instruction
-from .types import TYPES, packed, packed_destination, type_of
+from tilewright.emulator.errors import Unsupported
+from tilewright.emulator.isa import Effect, instruction
+from tilewright.emulator.isa.types import TYPES, packed, packed_destination, type_of
+from tilewright.emulator.memory import OFFSET_MASK, SHARED_WINDOW
+from tilewright.emulator.parse import Instruction
+from tilewright.emulator.registers import Lanes
 
 _INTS = ".s8|.u8|.s16|.u16|.s32|.u32|.s64|.u64"
 

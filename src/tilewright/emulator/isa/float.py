@@ -11,11 +11,11 @@ from functools import partial
 
 import numpy as np
 
-from ..errors import Unsupported
-from ..parse import Instruction
-from ..registers import Lanes
-from . import Effect, instruction
-from .types import BF16, packed, packed_destination, type_of
+from tilewright.emulator.errors import Unsupported
+from tilewright.emulator.isa import Effect, instruction
+from tilewright.emulator.isa.types import BF16, packed, packed_destination, type_of
+from tilewright.emulator.parse import Instruction
+from tilewright.emulator.registers import Lanes
 
 _SMALLEST_NORMAL = np.float32(2.0**-126)
 _PACKED = {

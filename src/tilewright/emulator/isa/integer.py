@@ -6,10 +6,10 @@ from functools import partial
 
 import numpy as np
 
-from ..parse import Instruction
-from ..registers import Lanes
-from . import Effect, instruction
-from .types import type_of
+from tilewright.emulator.isa import Effect, instruction
+from tilewright.emulator.isa.types import type_of
+from tilewright.emulator.parse import Instruction
+from tilewright.emulator.registers import Lanes
 
 _INT = "<.s16|.u16|.s32|.u32|.s64|.u64>"
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from ..parse import Instruction
-from ..registers import Lanes
-from . import Effect, instruction
-from .memory import shared_addresses
-from .tma import destinations, issues
-from .types import TYPES
+from tilewright.emulator.isa import Effect, instruction
+from tilewright.emulator.isa.memory import shared_addresses
+from tilewright.emulator.isa.tma import destinations, issues
+from tilewright.emulator.isa.types import TYPES
+from tilewright.emulator.parse import Instruction
+from tilewright.emulator.registers import Lanes
 
 _RESPONSE_BYTES = 16  # opaque in PTX; here x, y, z of the first CTA and whether there is one
 

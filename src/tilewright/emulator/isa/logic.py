@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import Unsupported
-from ..parse import Instruction, Operand, Register, Special, Vector
-from ..registers import Lanes
-from . import Effect, instruction
-from .integer import binary, unary
-from .types import TYPES, type_of
+from tilewright.emulator.errors import Unsupported
+from tilewright.emulator.isa import Effect, instruction
+from tilewright.emulator.isa.integer import binary, unary
+from tilewright.emulator.isa.types import TYPES, type_of
+from tilewright.emulator.parse import Instruction, Operand, Register, Special, Vector
+from tilewright.emulator.registers import Lanes
 
 _BITS = "<.b16|.b32|.b64>"
 

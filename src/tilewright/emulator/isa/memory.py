@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from ..cta import PARAM_WINDOW
-from ..errors import OutOfBounds, Unsupported
-from ..memory import SHARED_WINDOW
-from ..parse import Address, Instruction, Operand, Register, Symbol
-from ..registers import Lanes
-from . import Effect, instruction
-from .types import type_of
+from tilewright.emulator.cta import PARAM_WINDOW
+from tilewright.emulator.errors import OutOfBounds, Unsupported
+from tilewright.emulator.isa import Effect, instruction
+from tilewright.emulator.isa.types import type_of
+from tilewright.emulator.memory import SHARED_WINDOW
+from tilewright.emulator.parse import Address, Instruction, Operand, Register, Symbol
+from tilewright.emulator.registers import Lanes
 
 _TYPES = "<.b8|.b16|.b32|.b64|.u8|.u16|.u32|.u64|.s8|.s16|.s32|.s64|.f32|.f64>"
 _VECTORS = "{.v2|.v4|.v8}"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..errors import BarrierMisuse, Unsupported
-from ..parse import Instruction
-from ..registers import Lanes
-from . import Effect, instruction
-from .operands import SIZES, to_float32
+from tilewright.emulator.errors import BarrierMisuse, Unsupported
+from tilewright.emulator.isa import Effect, instruction
+from tilewright.emulator.isa.operands import SIZES, to_float32
+from tilewright.emulator.parse import Instruction
+from tilewright.emulator.registers import Lanes
 
 _SHAPES = "<.m16n8k4|.m16n8k8|.m16n8k16|.m16n8k32>"
 _TYPES = "<.f16|.bf16|.tf32|.e4m3|.e5m2>"

@@ -8,10 +8,10 @@ from functools import cache
 
 import numpy as np
 
-from ..errors import Unsupported
-from ..layouts import Descriptor, operand_index
-from ..memory import Shared
-from .types import TYPES
+from tilewright.emulator.errors import Unsupported
+from tilewright.emulator.isa.types import TYPES
+from tilewright.emulator.layouts import Descriptor, operand_index
+from tilewright.emulator.memory import Shared
 
 SIZES = {"f16": 2, "bf16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1}
 

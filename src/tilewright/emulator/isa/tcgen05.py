@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import BarrierMisuse, OutOfBounds, ResourceMisuse, Unsupported
-from ..parse import Address, Instruction
-from ..registers import Lanes
-from ..tensor_memory import Rectangle, TensorMemory
-from . import Effect, instruction
-from .memory import shared_addresses
-from .tma import destinations, issues
+from tilewright.emulator.errors import BarrierMisuse, OutOfBounds, ResourceMisuse, Unsupported
+from tilewright.emulator.isa import Effect, instruction
+from tilewright.emulator.isa.memory import shared_addresses
+from tilewright.emulator.isa.tma import destinations, issues
+from tilewright.emulator.parse import Address, Instruction
+from tilewright.emulator.registers import Lanes
+from tilewright.emulator.tensor_memory import Rectangle, TensorMemory
 
 
 def tensor_memory(lanes: Lanes) -> TensorMemory:

@@ -7,16 +7,24 @@ from typing import Any
 
 import numpy as np
 
-from ..cta import CTA
-from ..errors import Unsupported
-from ..layouts import tcgen05_descriptor
-from ..parse import Address, Immediate, Instruction, Not, Operand, Register, Vector
-from ..registers import Lanes
-from ..tensor_memory import Rectangle
-from . import Effect, instruction
-from .operands import SIZES, Tile, read_tile, to_float32
-from .tcgen05 import tensor_memory
-from .tma import issues
+from tilewright.emulator.cta import CTA
+from tilewright.emulator.errors import Unsupported
+from tilewright.emulator.isa import Effect, instruction
+from tilewright.emulator.isa.operands import SIZES, Tile, read_tile, to_float32
+from tilewright.emulator.isa.tcgen05 import tensor_memory
+from tilewright.emulator.isa.tma import issues
+from tilewright.emulator.layouts import tcgen05_descriptor
+from tilewright.emulator.parse import (
+    Address,
+    Immediate,
+    Instruction,
+    Not,
+    Operand,
+    Register,
+    Vector,
+)
+from tilewright.emulator.registers import Lanes
+from tilewright.emulator.tensor_memory import Rectangle
 
 _TYPES = {"f16": {0: "f16", 1: "bf16"}, "tf32": {2: "tf32"}, "f8f6f4": {0: "e4m3", 1: "e5m2"}}
 # Sparsity and saturation (0-3), negation (13, 14), reserved (6, 23, 29) and maximum shift (30-31).

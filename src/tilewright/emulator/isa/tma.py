@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from ..cta import PARAM_WINDOW
-from ..errors import OutOfBounds
-from ..memory import OFFSET_MASK
-from ..parse import Address, Instruction
-from ..registers import Lanes
-from ..tensor_map import (
+from tilewright.emulator.cta import PARAM_WINDOW
+from tilewright.emulator.errors import OutOfBounds
+from tilewright.emulator.isa import Effect, instruction
+from tilewright.emulator.isa.memory import global_addresses, shared_addresses
+from tilewright.emulator.memory import OFFSET_MASK
+from tilewright.emulator.parse import Address, Instruction
+from tilewright.emulator.registers import Lanes
+from tilewright.emulator.tensor_map import (
     TensorMap,
     chunk_index,
     decode,
@@ -21,8 +23,6 @@ from ..tensor_map import (
     store_box,
     write_chunks,
 )
-from . import Effect, instruction
-from .memory import global_addresses, shared_addresses
 
 _DIMS = "<.1d|.2d|.3d|.4d|.5d>"
 

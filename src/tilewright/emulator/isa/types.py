@@ -5,9 +5,9 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-from ..errors import Place, Unsupported
-from ..parse import Operand
-from ..registers import Lanes
+from tilewright.emulator.errors import Place, Unsupported
+from tilewright.emulator.parse import Operand
+from tilewright.emulator.registers import Lanes
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 TYPES: dict[str, np.dtype] = {

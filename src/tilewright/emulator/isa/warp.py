@@ -6,11 +6,11 @@ from functools import partial
 
 import numpy as np
 
-from ..errors import BarrierMisuse, Unsupported
-from ..parse import Instruction, Operand
-from ..registers import Lanes
-from . import Effect, instruction
-from .memory import shared_addresses
+from tilewright.emulator.errors import BarrierMisuse, Unsupported
+from tilewright.emulator.isa import Effect, instruction
+from tilewright.emulator.isa.memory import shared_addresses
+from tilewright.emulator.parse import Instruction, Operand
+from tilewright.emulator.registers import Lanes
 
 
 def need_members(lanes: Lanes, members: np.ndarray) -> None:

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from ..asynchronous import Groups
-from ..errors import BarrierMisuse, Unsupported
-from ..layouts import wgmma_descriptor
-from ..parse import Immediate, Instruction, Vector
-from ..registers import Lanes
-from . import Effect, instruction
-from .operands import SIZES, Tile, read_tile, to_float32
+from tilewright.emulator.asynchronous import Groups
+from tilewright.emulator.errors import BarrierMisuse, Unsupported
+from tilewright.emulator.isa import Effect, instruction
+from tilewright.emulator.isa.operands import SIZES, Tile, read_tile, to_float32
+from tilewright.emulator.layouts import wgmma_descriptor
+from tilewright.emulator.parse import Immediate, Instruction, Vector
+from tilewright.emulator.registers import Lanes
 
 _WARPGROUP = 128
 
