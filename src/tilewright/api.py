@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, TypedDict, overload
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from tilewright import calls
 from tilewright.calls import Options
@@ -18,7 +19,61 @@ from tilewright.torch_ops import Call
 
 Result = Tensor | tuple[Tensor, Tensor]
 
-_ONLY_OF_DECODE = {"cache_seqlens", "block_table", "k_new", "v_new", "num_splits"}
+
+class OptionKeywords(TypedDict, total=False):
+    """The keywords of `Options`, for type checkers."""
+
+    causal: bool
+    window: Sequence[int | None] | None
+    scale: float | None
+    softcap: float | None
+    sink: Tensor | None
+    deterministic: bool
+    backend: str | None
+
+
+class VarlenKeywords(OptionKeywords, total=False):
+    """What `attention_varlen` takes besides."""
+
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    seqused_q: Tensor | None
+    seqused_k: Tensor | None
+
+
+class DecodeKeywords(OptionKeywords, total=False):
+    """What `attention_decode` takes besides."""
+
+    cache_seqlens: Tensor | None
+    block_table: Tensor | None
+    k_new: Tensor | None
+    v_new: Tensor | None
+    num_splits: int | None
+
+
+_ONLY_OF_DECODE = DecodeKeywords.__annotations__.keys() - OptionKeywords.__annotations__.keys()
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **keywords: Unpack[OptionKeywords],
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[True],
+    **keywords: Unpack[OptionKeywords],
+) -> tuple[Tensor, Tensor]: ...
 
 
 def attention(
@@ -68,6 +123,32 @@ def attention(
     """
     options = Options(causal, window, scale, softcap, sink, deterministic, backend)
     return calls.run(calls.dense(q, k, v, options), return_lse)
+
+
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **keywords: Unpack[VarlenKeywords],
+) -> Tensor: ...
+
+
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    return_lse: Literal[True],
+    **keywords: Unpack[VarlenKeywords],
+) -> tuple[Tensor, Tensor]: ...
 
 
 def attention_varlen(
@@ -123,6 +204,28 @@ def attention_varlen(
     layout = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     call = calls.varlen(q, k, v, layout, (max_seqlen_q, max_seqlen_k), options)
     return calls.run(call, return_lse)
+
+
+@overload
+def attention_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **keywords: Unpack[DecodeKeywords],
+) -> Tensor: ...
+
+
+@overload
+def attention_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    return_lse: Literal[True],
+    **keywords: Unpack[DecodeKeywords],
+) -> tuple[Tensor, Tensor]: ...
 
 
 def attention_decode(
