@@ -174,9 +174,10 @@ def _check_before_work(call: Call) -> None:
 def _may_read(tensor: Tensor) -> bool:
     """Whether contents may be looked at: on the CPU, elsewhere if the user asks for it.
 
-    A traced call has no contents; there the operator itself looks when it runs.
+    A traced or fake call has no contents; there the operator itself looks when it runs.
     """
-    if torch.compiler.is_compiling():
+    is_plain = type(tensor) in (Tensor, torch.nn.Parameter)
+    if torch.compiler.is_compiling() or not is_plain:
         return False
     return tensor.device.type == "cpu" or os.environ.get("TILEWRIGHT_CHECK") == "1"
 

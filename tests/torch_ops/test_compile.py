@@ -161,3 +161,20 @@ def test_the_default_compiler() -> None:
 def test_the_default_compiler_on_a_gpu() -> None:
     calls = [([x.cuda() for x in random_qkv(2, n, n, (4, 2), 64)], []) for n in LENGTHS]
     assert_compiles(dense, calls, "inductor")
+
+
+def test_fake_tensors_have_the_results_shapes() -> None:
+    """Lengths that are fake cannot be looked at, and nobody tries."""
+    with torch._subclasses.FakeTensorMode():
+        q, k = torch.randn(9, 4, 16, requires_grad=True), torch.randn(12, 2, 16)
+        bounds = torch.zeros(3, dtype=torch.int32)
+        out, lse = attention_varlen(q, k, k, bounds, bounds, return_lse=True)
+        (dq,) = torch.autograd.grad(out.sum(), q)
+        cache = torch.zeros(2, 8, 2, 16)
+        lengths = torch.zeros(2, dtype=torch.int32)
+        new = torch.randn(2, 1, 2, 16)
+        step = attention_decode(
+            torch.randn(2, 1, 4, 16), cache, cache, cache_seqlens=lengths, k_new=new, v_new=new
+        )
+    assert (out.shape, lse.shape, dq.shape) == ((9, 4, 16), (4, 9), (9, 4, 16))
+    assert step.shape == (2, 1, 4, 16)
