@@ -86,6 +86,7 @@ class Cluster:
             for (kind, rank, warp), group in self.groups.items():
                 if kind == "bulk" and (group.open or group.committed):
                     races.report_unwaited(self.ctas[rank], warp, group)
+            races.check_unobserved(self)
 
 
 class Machine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -167,18 +168,17 @@ class _Product:
         if not machine.queue.eager:
             base = self._poison(window, accumulate, groups)
         races = machine.races
-        agent: Any = (
-            races.issue(cta, 4 * group, "wgmma", range(4 * group, 4 * group + 4)) if races else None
-        )
+        warps = range(4 * group, 4 * group + 4)
+        issued = races.issue_together(cta, warps, "wgmma") if races else None
 
         def run() -> None:
-            self._run(window, a, b, accumulate, base, agent)
+            self._run(window, a, b, accumulate, base, issued)
             if not machine.queue.eager:
                 groups.accumulators[self.first_row, window.start] -= 1
 
         pipe = ("wgmma", id(cta), group)
         operation = machine.queue.submit(pipe, run, self.place)
-        groups.open.append((operation, agent))
+        groups.open.append((operation, issued.whole if issued else None))
         cta.count(4 * group, self.unit, self.flops)
         operand_bytes = self.n * 32 + (0 if self.from_registers else 64 * 32)
         cta.count(4 * group, "shared bytes read by MMA", operand_bytes)
@@ -199,17 +199,24 @@ class _Product:
     def _at(values: np.ndarray, lane: int) -> Any:
         return values[lane] if len(values) > 1 else values[0]
 
+    def _watch(self, agents: list[Any]) -> Callable[[np.ndarray], None]:
+        """Tells the race detector that each agent reads its part of a tile's rows."""
+        races = self.lanes.cta.machine.races
+
+        def watch(addresses: np.ndarray) -> None:
+            for agent, part in zip(agents, np.split(addresses, len(agents)), strict=True):
+                races.units_access(agent, part, SIZES[self.b_type], False, self.place)
+
+        return watch
+
     def _run(
-        self, window: slice, a: int, b: int, accumulate: bool, base: np.ndarray | None, agent: Any
+        self, window: slice, a: int, b: int, accumulate: bool, base: np.ndarray | None, issued: Any
     ) -> None:
         cta = self.lanes.cta
         shared, check = cta.cluster.shared, cta.machine.options.initialised
-        races = cta.machine.races
-        watch = (
-            (lambda at: races.units_access(agent, at, SIZES[self.b_type], False, self.place))
-            if races
-            else None
-        )
+        # A warp multiplies 16 rows of A with all of B.
+        watch_a = self._watch(issued.shares) if issued else None
+        watch_b = self._watch([issued.common]) if issued else None
         if self.from_registers:
             registers, rows = self.a
             left = to_float32(
@@ -217,9 +224,9 @@ class _Product:
             )
         else:
             tile = Tile(wgmma_descriptor(a), 64, self.k, self.a_type, self.trans_a)
-            left = read_tile(shared, tile, cta.rank, check, watch)
+            left = read_tile(shared, tile, cta.rank, check, watch_a)
         tile = Tile(wgmma_descriptor(b), self.n, self.k, self.b_type, self.trans_b)
-        right = read_tile(shared, tile, cta.rank, check, watch)
+        right = read_tile(shared, tile, cta.rank, check, watch_b)
         product = left @ right.T
         if self.scale_a * self.scale_b < 0:
             product = -product
