@@ -15,6 +15,7 @@ from tests.emulator.probes import (
     mma_sync,
     ring,
     tcgen05,
+    tcgen05_cp,
     tma_copy,
     wgmma,
     wgmma_tf32,
@@ -184,6 +185,31 @@ def _tcgen05(
     )
 
 
+# The row that each of the 128 lanes gets.
+_CP_ROWS = {
+    "128x256b": np.arange(128),
+    "128x128b": np.arange(128),
+    "64x128b.warpx2::02_13": np.tile(np.arange(64), 2),
+    "64x128b.warpx2::01_23": np.r_[0:32, 0:32, 32:64, 32:64],
+    "32x128b.warpx4": np.tile(np.arange(32), 4),
+}
+
+
+def _tcgen05_cp(shape: str, ctas: int) -> Case:
+    probe = tcgen05_cp.Tcgen05Cp(shape, ctas)
+    rows, columns, lanes = ctas * probe.rows, probe.columns, ctas * 128
+    return Case(
+        f"tcgen05.cp {shape} {ctas} CTA",
+        ("sm_100a",),
+        lambda: (tcgen05_cp.Tcgen05Cp(shape, ctas), tcgen05_cp.arguments(shape, ctas)),
+        lambda: [
+            np.arange(rows * columns, dtype=np.float32).reshape(rows, columns),
+            np.full((lanes, columns), np.nan, np.float32),
+        ],
+        lambda source: [source.reshape(ctas, -1, columns)[:, _CP_ROWS[shape]].reshape(lanes, -1)],
+    )
+
+
 def _ring_sums(rows: np.ndarray) -> list[np.ndarray]:
     return [np.stack([rows[1::2].sum(0), rows[::2].sum(0)])]
 
@@ -247,8 +273,11 @@ CASES = [
     _tcgen05(E4M3, E5M2, (128, 64, 128), "kk", 1),
     _tcgen05(cutlass.Float32, cutlass.Float32, (128, 64, 32), "kk", 1),  # as tf32
     _tcgen05(BF16, BF16, (64, 64, 64), "kk", 1, "16x256b", 8),
+    _tcgen05(BF16, BF16, (64, 64, 64), "kk", 1, "16x32bx2", 8),
+    _tcgen05(BF16, BF16, (64, 64, 64), "kk", 1, "16x32bx2", 4, True),
     _tcgen05(F16, F16, (128, 64, 64), "kk", 1, "16x64b", 8, True),
     _tcgen05(F16, F16, (128, 64, 64), "kk", 1, "16x128b", 4, True),
     _tcgen05(F16, F16, (128, 64, 64), "kk", 1, "16x256b", 2, True),
     _tcgen05(F16, F16, (128, 64, 64), "kk", 1, "32x32b", 8, True),
+    *(_tcgen05_cp(shape, ctas) for shape in tcgen05_cp.SHAPES for ctas in (1, 2)),
 ]
