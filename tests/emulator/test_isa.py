@@ -185,7 +185,7 @@ def test_an_unknown_modifier_names_what_is_known() -> None:
 
 
 def test_four_rows_go_to_the_first_lane_of_each_warp() -> None:
-    """tcgen05.cp.4x256b; word 8 r + c of the matrix is c // 4 * 64 + r * 16 + c % 4 * 4 bytes in."""
+    """tcgen05.cp.4x256b; word (r, c) of the matrix is c // 4 * 64 + r * 16 + c % 4 * 4 bytes in."""
     body = """
         .shared .align 8 .b64 done;
         .shared .align 4 .b32 holder;

@@ -267,7 +267,7 @@ def commit(ins: Instruction, lanes: Lanes) -> Effect:
             for target in destinations(address, mask if multicast else None):
                 barrier = cta.cluster.mbarriers.at(target)
                 if machine.races:
-                    machine.races.async_arrive(barrier, agent)
+                    machine.races.async_arrive(barrier, agent, place)
                 barrier.arrive(1)
 
         machine.queue.submit(("tcgen05", id(cta)), run, place)
