@@ -201,7 +201,7 @@ class _Product:
 
     def _watch(self, agents: list[Any]) -> Callable[[np.ndarray], None]:
         """Tells the race detector that each agent reads its part of a tile's rows."""
-        races = self.lanes.cta.machine.races
+        races: Any = self.lanes.cta.machine.races
 
         def watch(addresses: np.ndarray) -> None:
             for agent, part in zip(agents, np.split(addresses, len(agents)), strict=True):
