@@ -13,7 +13,7 @@ from tilewright.emulator.isa.memory import shared_addresses
 from tilewright.emulator.isa.tma import destinations, issues
 from tilewright.emulator.parse import Address, Immediate, Instruction
 from tilewright.emulator.registers import Lanes
-from tilewright.emulator.tensor_memory import Rectangle, TensorMemory
+from tilewright.emulator.tensor_memory import LANES, Rectangle, TensorMemory
 
 
 def tensor_memory(lanes: Lanes) -> TensorMemory:
@@ -63,11 +63,18 @@ def alloc(ins: Instruction, lanes: Lanes) -> Effect:
 
 @instruction("tcgen05.dealloc" + _GROUPS + ".sync.aligned.b32", together=32, effects=True)
 def dealloc(ins: Instruction, lanes: Lanes) -> Effect:
-    """9.7.16.7.1 tcgen05.dealloc."""
-    _one_warp(ins, lanes)
-    memory = tensor_memory(lanes)
-    address, columns = (lanes.read(o, np.uint32) for o in ins.operands)
-    return lambda: memory.deallocate(int(address[0]) & 0xFFFF, int(columns[0]))
+    """9.7.16.7.1 tcgen05.dealloc: for the race detector a write, as another CTA may follow."""
+    warp, memory, cta, place = _one_warp(ins, lanes), tensor_memory(lanes), lanes.cta, lanes.place
+    address, count = (lanes.read(o, np.uint32) for o in ins.operands)
+    assert place
+
+    def effect() -> None:
+        start, columns = int(address[0]) & 0xFFFF, int(count[0])
+        memory.deallocate(start, columns)
+        if races := cta.machine.races:
+            races.tensor_access(cta, warp, Rectangle(0, LANES, start, columns), True, place)
+
+    return effect
 
 
 @instruction("tcgen05.relinquish_alloc_permit" + _GROUPS + ".sync.aligned", together=32)
