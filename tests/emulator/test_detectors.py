@@ -192,6 +192,31 @@ def test_a_cta_may_not_end_while_a_copy_reads_its_memory() -> None:
     assert len(reports) == 1 and "no wait_group covers it" in reports[0]
 
 
+BULK_LOAD = (
+    THREAD
+    + LEADER
+    + """
+    @%p0 bra END;
+    mbarrier.init.shared.b64 [%r1+512], 1;
+    fence.mbarrier_init.release.cluster;
+    mbarrier.arrive.expect_tx.shared.b64 %d1, [%r1+512], 128;
+    cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [buffer], [%d0], 128, [%r1+512];
+LOOK:
+    {wait}
+END:
+"""
+)
+LOOKS = "mbarrier.try_wait.parity.shared.b64 %p1, [%r1+512], 0; @!%p1 bra LOOK;"
+
+
+@pytest.mark.parametrize("wait, reports", [(LOOKS, 0), ("", 1)])
+def test_a_cta_may_not_end_before_an_arrival_at_its_barrier(wait: str, reports: int) -> None:
+    program = Program(BULK_LOAD.format(wait=wait), np.zeros(32, np.int32))
+    _, found = program.run(races=True)
+    assert len(found) == reports
+    assert all("may end before an arrival" in report for report in found)
+
+
 @pytest.mark.parametrize(
     "instruction", ["frobnicate.b32 %r4, %r5;", "add.rz.f32 %r4, %r5, %r5;", "mov.u32 %r4, %pm0;"]
 )

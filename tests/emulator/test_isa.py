@@ -157,6 +157,18 @@ def test_a_guarded_instruction_runs_for_its_lanes_only() -> None:
     np.testing.assert_array_equal(_run(body, _words(0), _words(0)), wanted)
 
 
+def test_all_threads_take_the_jump_behind_a_guarded_instruction() -> None:
+    body = """
+        setp.lt.u32 %p0, %r0, 5; mov.b32 %r3, 1;
+        @%p0 mov.b32 %r3, 2;
+        bra.uni END;
+        mov.b32 %r3, 3;
+    END:
+    """
+    wanted = np.where(np.arange(32) < 5, 2, 1)
+    np.testing.assert_array_equal(_run(body, _words(0), _words(0)), wanted)
+
+
 def test_counts_follow_from_what_ran() -> None:
     body = LOAD + "mul.f32 %r3, %r1, %r2; ex2.approx.ftz.f32 %r3, %r3;" + STORE
     out = np.zeros(64, np.uint32)
@@ -170,3 +182,46 @@ def test_counts_follow_from_what_ran() -> None:
 def test_an_unknown_modifier_names_what_is_known() -> None:
     with pytest.raises(Unsupported, match=r"ex2.approx.rz.f32.*known: ex2.approx"):
         lookup("ex2.approx.rz.f32")
+
+
+def test_four_rows_go_to_the_first_lane_of_each_warp() -> None:
+    """tcgen05.cp.4x256b; word (r, c) of the matrix is c // 4 * 64 + r * 16 + c % 4 * 4 bytes in."""
+    body = """
+        .shared .align 8 .b64 done;
+        .shared .align 4 .b32 holder;
+        mov.u32 %r0, %tid.x; mov.u32 %r1, buffer; mov.u32 %r2, holder; mov.u32 %r3, done;
+        shl.b32 %r4, %r0, 2; add.s32 %r4, %r4, %r1;
+        setp.lt.u32 %p0, %r0, 32; @!%p0 bra READY;
+        st.shared.b32 [%r4], %r0;
+        tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r2], 32;
+        setp.eq.u32 %p1, %r0, 0; @%p1 mbarrier.init.shared.b64 [%r3], 1;
+        fence.proxy.async.shared::cta;
+    READY:
+        bar.sync 0;
+        ld.shared.b32 %r5, [holder];
+        setp.ne.u32 %p1, %r0, 0; @%p1 bra COPIED;
+        shr.u32 %r6, %r1, 4; cvt.u64.u32 %d1, %r6;
+        or.b64 %d1, %d1, 0x0000400000040000;
+        tcgen05.cp.cta_group::1.4x256b [%r5], %d1;
+        tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r3];
+    COPIED:
+        mbarrier.try_wait.parity.shared.b64 %p2, [%r3], 0; @!%p2 bra COPIED;
+        and.b32 %r6, %r0, 0x60; shl.b32 %r6, %r6, 16; add.s32 %r7, %r5, %r6;
+        tcgen05.ld.sync.aligned.32x32b.x8.b32 {%r8,%r9,%r10,%r11,%r12,%r13,%r14,%r15}, [%r7];
+        mul.wide.u32 %d2, %r0, 32; add.s64 %d2, %d0, %d2;
+        st.global.v4.b32 [%d2], {%r8,%r9,%r10,%r11};
+        st.global.v4.b32 [%d2+16], {%r12,%r13,%r14,%r15};
+        bar.sync 0;
+        @%p0 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r5, 32;
+    """
+    out = np.full((128, 8), 7, np.uint32)
+    Program(body, out, arch="sm_100a", threads=128).run(initialised=False)
+    wanted = np.zeros((128, 8), np.uint32)
+    wanted[::32] = np.arange(32).reshape(2, 4, 4).swapaxes(0, 1).reshape(4, 8)
+    np.testing.assert_array_equal(out, wanted)
+
+
+@pytest.mark.parametrize("shape", ["128x256b.b8x16.b6x16_p32", "64x128b", "128x128b.warpx4"])
+def test_a_copy_to_tensor_memory_of_another_shape_is_not_known(shape: str) -> None:
+    with pytest.raises(Unsupported, match="is not known"):
+        lookup(f"tcgen05.cp.cta_group::1.{shape}")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from tilewright.emulator.invoke import Problem
 
 
 def emulate(
@@ -25,23 +28,22 @@ def emulate(
     Prints what the kernel did wrong, how far its outputs are from float64 where the problem is
     known, and what each functional unit had to do.
     """
+    from rich.console import Console
+    from rich.progress import Progress
+
     from tilewright.emulator import EmulationError, Options
-    from tilewright.emulator.invoke import Problem
     from tilewright.emulator.invoke import emulate as run
 
+    problem = _problem(shape, causal)
+    options = Options(schedule=schedule, races=True)
     try:
-        batch, length, heads, dim = (int(extent) for extent in shape.split(","))
-    except ValueError:
-        raise typer.BadParameter(f"{shape!r}: wanted four integers, as 1,256,1,128") from None
-    problem = Problem(batch, length, heads, dim, key_length=length, is_causal=causal)
-    try:
-        found = run(
-            kernel,
-            arch,
-            problem,
-            options=Options(schedule=schedule, races=True),
-            progress=lambda line: typer.echo(line, err=True),
-        )
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task("compiled host function", total=None)
+
+            def on_cluster(name: str, ended: int, clusters: int) -> None:
+                progress.update(task, description=name[:40], completed=ended, total=clusters)
+
+            found = run(kernel, arch, problem, options=options, progress=on_cluster)
     except (EmulationError, ValueError, OSError) as error:
         typer.echo(f"{type(error).__name__}: {error}", err=True)
         raise typer.Exit(1) from None
@@ -53,3 +55,15 @@ def emulate(
         typer.echo(report, err=as_json)
     if found.result.reports:
         raise typer.Exit(1)
+
+
+def _problem(shape: str, is_causal: bool) -> Problem:
+    from tilewright.emulator.invoke import Problem
+
+    try:
+        batch, length, heads, dim = (int(extent) for extent in shape.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"{shape!r}: wanted four integers, as 1,256,1,128") from None
+    if min(batch, length, heads, dim) < 1:
+        raise typer.BadParameter(f"{shape!r}: every extent must be at least 1")
+    return Problem(batch, length, heads, dim, key_length=length, is_causal=is_causal)

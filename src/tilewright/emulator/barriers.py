@@ -58,6 +58,8 @@ class MBarrier:
     clock: Clock | None = None  # of the arrivals in this phase
     released: Clock | None = None  # of all arrivals up to the last completed phase
     initialised: tuple[int, int, Place | None] = (0, 0, None)  # agent and moment of the init
+    # Of the last arrival of every asynchronous agent: its moment and the instruction.
+    asynchronous: dict[int, tuple[int, Place]] = field(default_factory=dict)
 
     def arrive(self, count: int) -> int:
         """`count` arrivals; returns the phase that they belong to."""

@@ -50,6 +50,15 @@ def merged(first: Clock | None, second: Clock) -> Clock:
     return result
 
 
+def common(clocks: list[Clock]) -> Clock:
+    """A new clock that knows what each of the clocks knows."""
+    return Clock(
+        np.minimum.reduce([c.known for c in clocks]),
+        np.minimum.reduce([c.visible for c in clocks]),
+        np.minimum.reduce([c.inits for c in clocks]),
+    )
+
+
 @dataclass
 class Agent:
     """A warp, or one asynchronous operation from its issue on."""
@@ -63,6 +72,10 @@ class Agent:
     @property
     def moment(self) -> int:
         return int(self.clock.known[self.slot])
+
+    def with_clock(self, clock: Clock) -> Agent:
+        """The same agent at this moment, as one that knows `clock`."""
+        return Agent(self.slot, clock, self.name, self.state, self.is_async)
 
     def advance(self) -> None:
         """What follows is not covered by clocks that were handed on before."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import pickle
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Any
 
 from tilewright.emulator.chip import chip_for
 from tilewright.emulator.counters import Counters
-from tilewright.emulator.host import Host, cache_dir
+from tilewright.emulator.host import DeviceTensor, Host, Launch, cache_dir
 from tilewright.emulator.machine import Machine, Options
 from tilewright.emulator.parallel import is_divisible
 from tilewright.emulator.parallel import run as run_parallel
@@ -29,13 +30,17 @@ class Result:
     reports: list[str] = field(default_factory=list)
 
 
+Progress = Callable[[str, int, int], None]  # kernel, clusters that have ended, all of them
+
+
 class Emulator:
     """A compiled CuTe DSL function that runs on the CPU.
 
     `ptx` is the text of the PTX module and `object_path` the object that `export_to_c` wrote.
     Calling it takes the arguments of the function, tensors in host memory (numpy or torch), and
     returns a Result. Raises InvalidPtx or ValueError for input that does not fit, and the
-    EmulationError that names the fault where the kernel does something wrong.
+    EmulationError that names the fault where the kernel does something wrong. `progress` is told
+    of each launch and, where one process runs it, of each cluster that has ended.
     """
 
     def __init__(
@@ -44,7 +49,7 @@ class Emulator:
         object_path: str | Path,
         arch: str,
         options: Options | None = None,
-        progress: Callable[[str], None] | None = None,
+        progress: Progress | None = None,
     ):
         self.chip = chip_for(arch)
         self.kernels = parsed(ptx)
@@ -52,24 +57,28 @@ class Emulator:
             if kernel.target != arch:
                 raise ValueError(f"the PTX is for {kernel.target}, not for {arch}")
         self.options = options or Options()
-        self.progress = progress or (lambda line: None)
+        self.progress = progress or (lambda kernel, ended, clusters: None)
         self.host = Host(object_path, self.chip, self.kernels)
 
     def __call__(self, *arguments: Any) -> Result:
         launches, tensors = self.host.call(*arguments)
         result = Result()
         for launch in launches:
-            self.progress(f"{launch.kernel}: grid {launch.grid}, block {launch.block}")
-            kernel = self.kernels[launch.kernel]
-            if self.options.workers > 1 and is_divisible(kernel):
-                counters, reports = run_parallel(kernel, launch, tensors, self.chip, self.options)
-            else:
-                machine = Machine(kernel, launch, tensors, self.chip, self.options)
-                counters = machine.run()
-                reports = machine.races.reports if machine.races else []
+            counters, reports = self._run(launch, tensors)
             result.launches.append(counters)
             result.reports += reports
         return result
+
+    def _run(self, launch: Launch, tensors: list[DeviceTensor]) -> tuple[Counters, list[str]]:
+        """Counters and race reports of one launch."""
+        kernel = self.kernels[launch.kernel]
+        machine = Machine(kernel, launch, tensors, self.chip, self.options)
+        clusters, ended = len(machine.positions()), itertools.count(1)
+        self.progress(kernel.name, 0, clusters)
+        if self.options.workers > 1 and is_divisible(kernel):
+            return run_parallel(kernel, launch, tensors, self.chip, self.options)
+        machine.on_cluster_end = lambda: self.progress(kernel.name, next(ended), clusters)
+        return machine.run(), machine.races.reports if machine.races else []
 
 
 def parsed(ptx: str) -> dict[str, Kernel]:

@@ -8,7 +8,7 @@ others must be given or must be allowed to be None.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from tilewright.emulator.emulate import Emulator, Result
+from tilewright.emulator.emulate import Emulator, Progress, Result
 from tilewright.emulator.machine import Options
 
 _DTYPES: dict[str, Any] = {
@@ -66,16 +66,20 @@ def emulate(
     *,
     given: Mapping[str, Any] | None = None,
     options: Options | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
 ) -> Emulated:
     """Run one exported kernel on `problem` and compare its outputs with float64.
 
-    The PTX of the kernel KERNEL.o is expected beside it, as KERNEL.ptx.
+    The PTX of the kernel KERNEL.o is expected beside it, as KERNEL.ptx; raises FileNotFoundError
+    if either is missing.
     `given` holds values of parameters by name (numpy arrays, numbers). Raises ValueError if a
     parameter has no value: its name, its type and what is known are in the message.
     """
-    ptx = Path(object_path).with_suffix(".ptx").read_text()
-    emulator = Emulator(ptx, object_path, arch, options, progress)
+    text = Path(object_path).with_suffix(".ptx")
+    for file in (Path(object_path), text):
+        if not file.is_file():
+            raise FileNotFoundError(f"{file} is no file: wanted KERNEL.o and KERNEL.ptx beside it")
+    emulator = Emulator(text.read_text(), object_path, arch, options, progress)
     known = {**_attention_values(problem), **(given or {})}
     tensors: dict[str, np.ndarray] = {}
     arguments = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +87,7 @@ class Cluster:
             for (kind, rank, warp), group in self.groups.items():
                 if kind == "bulk" and (group.open or group.committed):
                     races.report_unwaited(self.ctas[rank], warp, group)
+            races.check_unobserved(self)
 
 
 class Machine:
@@ -113,6 +115,7 @@ class Machine:
         self._timeout_epoch = -1
         self._free: list[Cluster] = []
         self.peeked: dict[Any, int] = {}
+        self.on_cluster_end: Callable[[], None] = lambda: None
 
     def run(self) -> Counters:
         """Run all clusters to the end; raises what the kernel did wrong."""
@@ -177,6 +180,7 @@ class Machine:
         for cta in cluster.ctas:
             self.tally.end(cta)
         self._free.append(cluster)
+        self.on_cluster_end()
 
     def _unstick(self, active: list[Cluster]) -> bool:
         """Nothing ran: complete asynchronous work, let incomplete warps go on, or time waits out.

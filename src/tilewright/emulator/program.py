@@ -68,9 +68,12 @@ def _fill(block: Block, code: list[Instruction], i: int, leaders: set[int]) -> i
     first, guard = i, (code[i].guard, code[i].guard_negated)
     while i < len(code) and (i == first or i not in leaders):
         instruction = code[i]
+        same_guard = (instruction.guard, instruction.guard_negated) == guard
+        if guard[0] and not same_guard:
+            break  # before a jump too: threads that skip this block take it
         if _is_branch(instruction):
             return _end_in_branch(block, instruction, i)
-        if (instruction.guard, instruction.guard_negated) != guard:
+        if not same_guard:
             break
         entry = _lookup(instruction)
         # A block that must run converged, or that may block, starts with that instruction: what

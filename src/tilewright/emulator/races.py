@@ -25,9 +25,11 @@ from tilewright.emulator.clocks import (
     Clock,
     ClusterState,
     Shadow,
+    common,
     merged,
     shared_words,
 )
+from tilewright.emulator.cta import RANK_SHIFT
 from tilewright.emulator.errors import Place
 
 if TYPE_CHECKING:
@@ -48,6 +50,16 @@ class Past(NamedTuple):
     slot: int
     place: int
     word: int
+
+
+class Collective(NamedTuple):
+    """An operation that warps issue together, as agents that differ in what they know: all that
+    any of the warps knows (`whole`), what one of them knows (`shares`), what each does (`common`).
+    """
+
+    whole: Agent
+    shares: list[Agent]
+    common: Agent
 
 
 class Races:
@@ -196,6 +208,20 @@ class Races:
                 f"shared memory, no wait_group covers it: {place}"
             )
 
+    def check_unobserved(self, cluster: Cluster) -> None:
+        """Clusters end: an arrival that no thread of its CTA knows of may come after the CTA."""
+        for barrier in cluster.mbarriers.table.values():
+            cta = cluster.ctas[barrier.address >> RANK_SHIFT]
+            warps = self._warps(cta, (1 << cta.threads) - 1)
+            for slot, (moment, place) in barrier.asynchronous.items():
+                known = max(warp.clock.known[slot] for warp in warps)
+                if known < moment and ("unobserved", place.line) not in self._seen:
+                    self._seen.add(("unobserved", place.line))
+                    self.reports.append(
+                        f"CTA {cta.index} may end before an arrival at its {barrier}, which none "
+                        f"of its threads waits for: {place}"
+                    )
+
     # Asynchronous operations
 
     def issue(self, cta: CTA, warp: int, name: str, warps: Iterable[int] | None = None) -> Agent:
@@ -203,17 +229,27 @@ class Races:
         issuers = [self._warp(cta, w) for w in warps or [warp]]
         return self._state(cta).operation(issuers, name)
 
+    def issue_together(self, cta: CTA, warps: range, name: str) -> Collective:
+        """A new operation that several warps issue, none of which waits for the others."""
+        clocks = [self._warp(cta, w).clock.copy() for w in warps]
+        clocks.append(common(clocks))
+        whole = self.issue(cta, warps[0], name, warps)
+        for clock in clocks:
+            clock.known[whole.slot] = whole.moment
+        *shares, by_all = (whole.with_clock(clock) for clock in clocks)
+        return Collective(whole, shares, by_all)
+
     def pipe_issue(self, cta: CTA, warp: int) -> Agent:
         """A product in the CTA's tensor-core pipe: after all that is in the pipe before it."""
         pipe, issuer = self._state(cta).pipes[cta.rank], self._warp(cta, warp)
         pipe.clock.join(issuer.clock)
         issuer.advance()
-        return Agent(pipe.slot, pipe.clock.copy(), pipe.name, pipe.state)
+        return pipe.with_clock(pipe.clock.copy())
 
     def pipe(self, cta: CTA) -> Agent:
         """A commit: what it signals covers the pipe so far."""
         pipe = self._state(cta).pipes[cta.rank]
-        agent = Agent(pipe.slot, pipe.clock.copy(), pipe.name, pipe.state)
+        agent = pipe.with_clock(pipe.clock.copy())
         pipe.advance()
         return agent
 
@@ -221,8 +257,9 @@ class Races:
         """A warp has waited for an operation."""
         self._warp(cta, warp).clock.join(agent.clock)
 
-    def async_arrive(self, barrier: MBarrier, agent: Agent) -> None:
+    def async_arrive(self, barrier: MBarrier, agent: Agent, place: Place) -> None:
         self._check_init(barrier, agent)
+        barrier.asynchronous[agent.slot] = (agent.moment, place)
         barrier.clock = merged(barrier.clock, agent.clock)
 
     # Barriers and fences

@@ -16,7 +16,8 @@ THREADS = 128
 class MmaSync:
     """One tile; A (64, 64) and B (64, 64) of a 16-bit type, k or m/n contiguous.
 
-    `store_matrix`: D is rounded to the input type, stored by stmatrix and read back.
+    D is summed in its own type. `store_matrix`: it is rounded to the input type, stored by
+    stmatrix and read back.
     """
 
     def __init__(self, b_k_major: bool, store_matrix: bool = False):
@@ -25,7 +26,7 @@ class MmaSync:
     @cute.jit
     def __call__(self, a: cute.Tensor, b: cute.Tensor, d: cute.Tensor):
         mma = cute.make_tiled_mma(
-            warp.MmaF16BF16Op(a.element_type, cutlass.Float32, (16, 8, 16)),
+            warp.MmaF16BF16Op(a.element_type, d.element_type, (16, 8, 16)),
             (4, 1, 1),
             permutation_mnk=(64, 16, 16),
         )
@@ -67,7 +68,7 @@ class MmaSync:
         part = mma.get_slice(thread)
         tDrA = mma.make_fragment_A(part.partition_A(sA))
         tDrB = mma.make_fragment_B(part.partition_B(sB))
-        tDrD = cute.make_rmem_tensor(part.partition_shape_C((M, N)), cutlass.Float32)
+        tDrD = cute.make_rmem_tensor(part.partition_shape_C((M, N)), mD.element_type)
         tDrD.fill(0.0)
         for tile, fragment, make, transposed in (
             (sA, tDrA, cute.make_tiled_copy_A, False),
@@ -93,9 +94,37 @@ class MmaSync:
                 mD[row, column] = sA[row, column].to(cutlass.Float32)
 
 
-def arguments(dtype: Any, b_k_major: bool) -> list[Any]:
+class MmaSyncTf32:
+    """One tile in float32, read as tf32; every thread loads its fragments from global memory."""
+
+    def __init__(self, depth: int):
+        self.depth = depth  # k of one instruction: 4 or 8
+
+    @cute.jit
+    def __call__(self, a: cute.Tensor, b: cute.Tensor, d: cute.Tensor):
+        mma = cute.make_tiled_mma(warp.MmaTF32Op((16, 8, self.depth)), (4, 1, 1))
+        self.kernel(mma, a, b, d).launch(grid=(1, 1, 1), block=(THREADS, 1, 1))
+
+    @cute.kernel
+    def kernel(self, mma: cute.TiledMma, mA: cute.Tensor, mB: cute.Tensor, mD: cute.Tensor):
+        thread, _, _ = cute.arch.thread_idx()
+        part = mma.get_slice(thread)
+        tDgA, tDgB, tDgD = part.partition_A(mA), part.partition_B(mB), part.partition_C(mD)
+        tDrA = cute.make_rmem_tensor(tDgA.shape, cutlass.Float32)
+        tDrB = cute.make_rmem_tensor(tDgB.shape, cutlass.Float32)
+        tDrD = cute.make_rmem_tensor(tDgD.shape, cutlass.Float32)
+        cute.autovec_copy(tDgA, tDrA)
+        cute.autovec_copy(tDgB, tDrB)
+        tDrD.fill(0.0)
+        tDrA = cute.recast_tensor(tDrA, cutlass.TFloat32)
+        tDrB = cute.recast_tensor(tDrB, cutlass.TFloat32)
+        cute.gemm(mma, tDrD, tDrA, tDrB, tDrD)
+        cute.autovec_copy(tDrD, tDgD)
+
+
+def arguments(dtype: Any, b_k_major: bool, d_type: Any = cutlass.Float32) -> list[Any]:
     """Tensors to trace with: A (m, k), B (n, k), D (m, n)."""
-    kinds = ((dtype, (1, 0)), (dtype, (1, 0) if b_k_major else (0, 1)), (cutlass.Float32, (1, 0)))
+    kinds = ((dtype, (1, 0)), (dtype, (1, 0) if b_k_major else (0, 1)), (d_type, (1, 0)))
     return [
         cute.runtime.make_fake_compact_tensor(t, (64, 64), stride_order=o, assumed_align=16)
         for t, o in kinds

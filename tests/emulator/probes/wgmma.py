@@ -12,7 +12,7 @@ from cutlass.utils import LayoutEnum
 
 
 class Wgmma:
-    """One tile (m, n, k); A (m, k) and B (n, k) loaded by TMA, D (m, n) stored in float32."""
+    """One tile (m, n, k); A (m, k) and B (n, k) loaded by TMA, D (m, n) in float32 or float16."""
 
     def __init__(self, tile: tuple[int, int, int], a_in_registers: bool = False):
         self.tile, self.a_in_registers = tile, a_in_registers
@@ -31,7 +31,7 @@ class Wgmma:
             b.element_type,
             a_layout.sm90_mma_major_mode(),
             b_layout.sm90_mma_major_mode(),
-            cutlass.Float32,
+            d.element_type,
             (m // 64, 1, 1),
             (64, n),
             source,
@@ -91,7 +91,7 @@ class Wgmma:
         tDrA = mma.make_fragment_A(part.partition_A(sA[None, None, 0]))
         tDrB = mma.make_fragment_B(part.partition_B(sB[None, None, 0]))
         tDgD = part.partition_C(mD)
-        tDrD = cute.make_rmem_tensor(tDgD.shape, cutlass.Float32)
+        tDrD = cute.make_rmem_tensor(tDgD.shape, mD.element_type)
         if cutlass.const_expr(self.a_in_registers):
             cute.autovec_copy(part.partition_A(sA[None, None, 0]), tDrA)
         warpgroup.fence()
@@ -105,7 +105,12 @@ class Wgmma:
 
 
 def arguments(
-    a_type: Any, b_type: Any, tile: tuple[int, int, int], a_k_major: bool, b_k_major: bool
+    a_type: Any,
+    b_type: Any,
+    tile: tuple[int, int, int],
+    a_k_major: bool,
+    b_k_major: bool,
+    d_type: Any = cutlass.Float32,
 ) -> list[Any]:
     """Tensors to trace with: A (m, k), B (n, k), D (m, n)."""
     m, n, k = tile
@@ -118,5 +123,5 @@ def arguments(
     return [
         fake(a_type, (m, k), a_k_major),
         fake(b_type, (n, k), b_k_major),
-        fake(cutlass.Float32, (m, n), True),
+        fake(d_type, (m, n), True),
     ]

@@ -40,6 +40,7 @@ _FILES = (
     "bulk",
     "tcgen05",
     "tcgen05_mma",
+    "tcgen05_cp",
 )
 
 

@@ -90,7 +90,7 @@ def _to_shared(
             cluster.shared.written[target : target + count] = 1
             barrier = cluster.mbarriers.at(signal)
             if races:
-                races.async_arrive(barrier, agent)
+                races.async_arrive(barrier, agent, place)
             barrier.complete(count)
 
         lanes.cta.count(warp, f"{name} bytes", count)
@@ -312,7 +312,7 @@ def st_async(ins: Instruction, lanes: Lanes) -> Effect:
             for address in np.unique(barrier):
                 mbarrier = cta.cluster.mbarriers.at(int(address))
                 if races:
-                    races.async_arrive(mbarrier, agent)
+                    races.async_arrive(mbarrier, agent, place)
                 mbarrier.complete(size * int(np.count_nonzero(barrier == address)))
 
         cta.count(warp, "DSMEM store bytes", size * len(to))

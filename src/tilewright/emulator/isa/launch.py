@@ -47,7 +47,7 @@ def try_cancel(ins: Instruction, lanes: Lanes) -> Effect:
                 cluster.shared.written[window] = 1
                 barrier = cluster.mbarriers.at(barrier_address)
                 if races:
-                    races.async_arrive(barrier, agent)
+                    races.async_arrive(barrier, agent, place)
                 barrier.complete(_RESPONSE_BYTES)
 
         machine.queue.submit(object(), run, place)

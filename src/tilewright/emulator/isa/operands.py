@@ -35,6 +35,17 @@ def to_float32(raw: np.ndarray, name: str) -> np.ndarray:
     raise Unsupported(f"matrix element type .{name}")
 
 
+def halves_to_words(products: np.ndarray, addend: np.ndarray | None) -> np.ndarray:
+    """Products [register, thread, 2] plus packed fp16 pairs, rounded once, as packed pairs.
+
+    The hardware adds in at least fp16; how it rounds in between is not documented.
+    """
+    if addend is not None:
+        pairs = np.ascontiguousarray(addend)[..., None].view(np.float16)
+        products = products + pairs.astype(np.float32)
+    return np.ascontiguousarray(products.astype(np.float16)).view(np.uint32)[..., 0]
+
+
 @dataclass(frozen=True)
 class Tile:
     """`rows` x `depth` elements of a PTX type that a descriptor places in shared memory."""

@@ -11,9 +11,9 @@ from tilewright.emulator.errors import BarrierMisuse, OutOfBounds, ResourceMisus
 from tilewright.emulator.isa import Effect, instruction
 from tilewright.emulator.isa.memory import shared_addresses
 from tilewright.emulator.isa.tma import destinations, issues
-from tilewright.emulator.parse import Address, Instruction
+from tilewright.emulator.parse import Address, Immediate, Instruction
 from tilewright.emulator.registers import Lanes
-from tilewright.emulator.tensor_memory import Rectangle, TensorMemory
+from tilewright.emulator.tensor_memory import LANES, Rectangle, TensorMemory
 
 
 def tensor_memory(lanes: Lanes) -> TensorMemory:
@@ -63,11 +63,18 @@ def alloc(ins: Instruction, lanes: Lanes) -> Effect:
 
 @instruction("tcgen05.dealloc" + _GROUPS + ".sync.aligned.b32", together=32, effects=True)
 def dealloc(ins: Instruction, lanes: Lanes) -> Effect:
-    """9.7.16.7.1 tcgen05.dealloc."""
-    _one_warp(ins, lanes)
-    memory = tensor_memory(lanes)
-    address, columns = (lanes.read(o, np.uint32) for o in ins.operands)
-    return lambda: memory.deallocate(int(address[0]) & 0xFFFF, int(columns[0]))
+    """9.7.16.7.1 tcgen05.dealloc: for the race detector a write, as another CTA may follow."""
+    warp, memory, cta, place = _one_warp(ins, lanes), tensor_memory(lanes), lanes.cta, lanes.place
+    address, count = (lanes.read(o, np.uint32) for o in ins.operands)
+    assert place
+
+    def effect() -> None:
+        start, columns = int(address[0]) & 0xFFFF, int(count[0])
+        memory.deallocate(start, columns)
+        if races := cta.machine.races:
+            races.tensor_access(cta, warp, Rectangle(0, LANES, start, columns), True, place)
+
+    return effect
 
 
 @instruction("tcgen05.relinquish_alloc_permit" + _GROUPS + ".sync.aligned", together=32)
@@ -82,17 +89,28 @@ def relinquish(ins: Instruction, lanes: Lanes) -> Effect:
 
 
 # Lanes that a shape spans and, for one repetition, registers a thread holds and columns it covers.
-_SHAPES = {"32x32b": (32, 1, 1), "16x64b": (16, 1, 2), "16x128b": (16, 2, 4), "16x256b": (16, 4, 8)}
+_SHAPES = {
+    "32x32b": (32, 1, 1),
+    "16x32bx2": (16, 1, 1),
+    "16x64b": (16, 1, 2),
+    "16x128b": (16, 2, 4),
+    "16x256b": (16, 4, 8),
+}
 
 
 @cache
-def fragment(shape: str, repeat: int) -> tuple[np.ndarray, np.ndarray]:
-    """(lane, column) offsets of register [i, thread]: 9.7.16.2.3, figures of the fragments."""
+def fragment(shape: str, repeat: int, second: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """(lane, column) offsets of register [i, thread]: 9.7.16.2.3, figures of the fragments.
+
+    .16x32bx2: threads 16 to 31 access the same lanes as 0 to 15, `second` columns further.
+    """
     _, registers, columns = _SHAPES[shape]
     i, t = np.arange(registers * repeat)[:, None], np.arange(32)[None, :]
     block, r = i // registers, i % registers
     if shape == "32x32b":
         row, column = t + 0 * i, r + 0 * t
+    elif shape == "16x32bx2":
+        row, column = t % 16 + 0 * i, r + t // 16 * second
     elif shape == "16x64b":
         row, column = t // 4 + 8 * (t % 2) + 0 * i, t // 2 % 2 + 0 * i
     elif shape == "16x128b":
@@ -103,27 +121,34 @@ def fragment(shape: str, repeat: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 _REPEATS = "<.x1|.x2|.x4|.x8|.x16|.x32|.x64|.x128>"
-_LD_SHAPES = "<.32x32b|.16x64b|.16x128b|.16x256b>"
+_LD_SHAPES = "<.32x32b|.16x32bx2|.16x64b|.16x128b|.16x256b>"
 
 
 class _Transfer:
     """A bound tcgen05.ld or st: registers [i, lane] against cells of each warp's quarter."""
 
-    def __init__(self, ins: Instruction, lanes: Lanes, address: Any, registers: Any):
+    def __init__(self, ins: Instruction, lanes: Lanes):
         if lanes.count % 32:
             raise BarrierMisuse(f"{ins.opcode} by an incomplete warp")
         self.lanes, self.place, self.memory = lanes, lanes.place, tensor_memory(lanes)
         self.shape, repeat = ins.parts[4], int(ins.parts[5][1:])
-        self.rows, self.columns = fragment(self.shape, repeat)
+        operands = [o for o in ins.operands if not isinstance(o, Immediate)]
+        splits = [o.bits for o in ins.operands if isinstance(o, Immediate)]
+        if len(operands) != 2 or len(splits) != (self.shape == "16x32bx2"):
+            raise Unsupported(f"{ins.opcode} with {len(ins.operands)} operands")
+        address, registers = operands if ins.parts[1] == "st" else operands[::-1]
+        self.starts = (0, *splits)
+        self.rows, self.columns = fragment(self.shape, repeat, self.starts[-1])
         self.height, self.width = _SHAPES[self.shape][0], _SHAPES[self.shape][2] * repeat
+        self.bytes_moved = 4 * self.height * self.width * len(self.starts)
         assert isinstance(address, Address)
         self.base, self.offset = lanes.read(address.base, np.uint32), address.offset
         self.registers, self.numbers = lanes.rows(registers)
         if len(self.numbers) != len(self.rows):
             raise Unsupported(f"{ins.opcode} with {len(self.numbers)} registers")
 
-    def rectangle(self, warp_index: int) -> Rectangle:
-        """The cells that a warp accesses."""
+    def rectangles(self, warp_index: int) -> list[Rectangle]:
+        """The cells that a warp accesses, one rectangle, or two of .16x32bx2."""
         address = (
             int(self.base[32 * warp_index] if len(self.base) > 1 else self.base[0]) + self.offset
         )
@@ -134,9 +159,10 @@ class _Transfer:
                 f"warp {warp} accesses tensor memory lane {lane}; it reaches lanes "
                 f"{32 * (warp % 4)} to {32 * (warp % 4) + 31}"
             )
-        rectangle = Rectangle(lane, self.height, column, self.width)
-        self.memory.check(rectangle)
-        return rectangle
+        found = [Rectangle(lane, self.height, column + s, self.width) for s in self.starts]
+        for rectangle in found:
+            self.memory.check(rectangle)
+        return found
 
 
 @instruction("tcgen05.ld.sync.aligned" + _LD_SHAPES + _REPEATS + ".b32", together=32, effects=True)
@@ -146,21 +172,23 @@ def load(ins: Instruction, lanes: Lanes) -> Effect:
     The manual asks for tcgen05.wait::ld before the registers are used. Compiled kernels that are
     known to be right leave it out (the hardware tracks the registers), so it is there at once.
     """
-    transfer = _Transfer(ins, lanes, ins.operands[1], ins.operands[0])
+    transfer = _Transfer(ins, lanes)
     machine, cta, memory = lanes.cta.machine, lanes.cta, transfer.memory
     place = lanes.place
     initialised, races = machine.options.initialised, machine.races
 
     def effect() -> None:
         for i, warp in enumerate(lanes.warps):
-            r = transfer.rectangle(i)
-            if initialised:
-                memory.need_written(r)
-            if races:
-                races.tensor_access(cta, warp, r, False, place)
-            cells = memory.cells[r.lane + transfer.rows, r.column + transfer.columns]
+            found = transfer.rectangles(i)
+            for r in found:
+                if initialised:
+                    memory.need_written(r)
+                if races:
+                    races.tensor_access(cta, warp, r, False, place)
+            first = found[0]
+            cells = memory.cells[first.lane + transfer.rows, first.column + transfer.columns]
             transfer.registers[transfer.numbers, 32 * i : 32 * i + 32] = cells
-            cta.count(warp, "tensor memory bytes loaded", 4 * r.height * r.width)
+            cta.count(warp, "tensor memory bytes loaded", transfer.bytes_moved)
 
     return effect
 
@@ -168,25 +196,27 @@ def load(ins: Instruction, lanes: Lanes) -> Effect:
 @instruction("tcgen05.st.sync.aligned" + _LD_SHAPES + _REPEATS + ".b32", together=32, effects=True)
 def store(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.16.8.2 tcgen05.st: registers to tensor memory, complete at tcgen05.wait::st."""
-    transfer = _Transfer(ins, lanes, ins.operands[0], ins.operands[1])
+    transfer = _Transfer(ins, lanes)
     machine, cta, memory = lanes.cta.machine, lanes.cta, transfer.memory
-    place, bytes_moved = lanes.place, 4 * transfer.height * transfer.width
+    place = lanes.place
     assert place
 
     def issue(i: int, warp: int) -> None:
-        r = transfer.rectangle(i)
+        found = transfer.rectangles(i)
+        first = found[0]
         values = transfer.registers[transfer.numbers, 32 * i : 32 * i + 32]
         agent: Any = machine.races.issue(cta, warp, "tcgen05.st") if machine.races else None
 
         def run() -> None:
-            memory.cells[r.lane + transfer.rows, r.column + transfer.columns] = values
-            memory.written[r.window] = True
-            if machine.races:
-                machine.races.tensor_access(cta, agent, r, True, place)
+            memory.cells[first.lane + transfer.rows, first.column + transfer.columns] = values
+            for r in found:
+                memory.written[r.window] = True
+                if machine.races:
+                    machine.races.tensor_access(cta, agent, r, True, place)
 
         operation = machine.queue.submit(("tcgen05.st", id(cta), warp), run, place)
         cta.cluster.group(("tcgen05.st", cta.rank, warp)).open.append((operation, agent))
-        cta.count(warp, "tensor memory bytes stored", bytes_moved)
+        cta.count(warp, "tensor memory bytes stored", transfer.bytes_moved)
 
     def effect() -> None:
         for i, warp in enumerate(lanes.warps):
@@ -244,7 +274,7 @@ def commit(ins: Instruction, lanes: Lanes) -> Effect:
             for target in destinations(address, mask if multicast else None):
                 barrier = cta.cluster.mbarriers.at(target)
                 if machine.races:
-                    machine.races.async_arrive(barrier, agent)
+                    machine.races.async_arrive(barrier, agent, place)
                 barrier.arrive(1)
 
         machine.queue.submit(("tcgen05", id(cta)), run, place)

@@ -110,7 +110,7 @@ def tma_load(ins: Instruction, lanes: Lanes) -> Effect:
                 write_chunks(cluster.shared, index, data)
                 mbarrier = cluster.mbarriers.at(signal)
                 if races:
-                    races.async_arrive(mbarrier, agent)
+                    races.async_arrive(mbarrier, agent, place)
                 mbarrier.complete(map_.box_bytes)
 
         lanes.cta.count(warp, "TMA load bytes", map_.box_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -10,12 +11,13 @@ import numpy as np
 from tilewright.emulator.asynchronous import Groups
 from tilewright.emulator.errors import BarrierMisuse, Unsupported
 from tilewright.emulator.isa import Effect, instruction
-from tilewright.emulator.isa.operands import SIZES, Tile, read_tile, to_float32
+from tilewright.emulator.isa.operands import SIZES, Tile, halves_to_words, read_tile, to_float32
 from tilewright.emulator.layouts import wgmma_descriptor
 from tilewright.emulator.parse import Immediate, Instruction, Vector
 from tilewright.emulator.registers import Lanes
 
 _WARPGROUP = 128
+_NAN_PAIR = 0x7E007E00  # two fp16 NaNs
 
 
 def accumulator_to_registers(matrix: np.ndarray) -> np.ndarray:
@@ -25,6 +27,12 @@ def accumulator_to_registers(matrix: np.ndarray) -> np.ndarray:
     """
     tiles = matrix.reshape(4, 2, 8, -1, 4, 2)  # w h g j q b
     return tiles.transpose(3, 1, 5, 0, 2, 4).reshape(-1, _WARPGROUP)
+
+
+def accumulator_to_pairs(matrix: np.ndarray) -> np.ndarray:
+    """[64, N] to [register, thread, 2]: the same with .f16, b counts the halves of 2 j + h."""
+    tiles = matrix.reshape(4, 2, 8, -1, 4, 2)  # w h g j q b
+    return tiles.transpose(3, 1, 0, 2, 4, 5).reshape(-1, _WARPGROUP, 2)
 
 
 def fragment_from_registers(words: np.ndarray, size: int) -> np.ndarray:
@@ -88,18 +96,15 @@ def _warpgroups(lanes: Lanes) -> list[int]:
 
 
 _SHAPES = "<" + "|".join(f".m64n{n}k{k}" for k in (8, 16, 32) for n in range(256, 7, -8)) + ">"
-_KINDS = ("<.f32|.f16>", "<.f16|.bf16|.tf32|.e4m3|.e5m2>")
+_TYPES = "<.f16|.bf16|.tf32|.e4m3|.e5m2>"
+_MMA = "wgmma.mma_async.sync.aligned" + _SHAPES
 
 
-@instruction(
-    "wgmma.mma_async.sync.aligned" + _SHAPES + _KINDS[0] + _KINDS[1] + _KINDS[1],
-    together=128,
-    effects=True,
-)
+@instruction(_MMA + ".f32" + _TYPES + _TYPES, together=128, effects=True)
+@instruction(_MMA + ".f16.f16.f16", together=128, effects=True)
+@instruction(_MMA + ".f16<.e4m3|.e5m2><.e4m3|.e5m2>", together=128, effects=True)
 def wgmma_mma(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.15.7.4 wgmma.mma_async: D = A B + D, A from shared memory or registers."""
-    if ins.parts[-3] != "f32":
-        raise Unsupported(f"{ins.opcode}: accumulator .{ins.parts[-3]}")
     bound = _Product(ins, lanes)
     groups = [(i * _WARPGROUP, g) for i, g in enumerate(_warpgroups(lanes))]
 
@@ -121,13 +126,14 @@ class _Product:
         if self.k * SIZES[self.a_type] != 32 or SIZES[self.a_type] != SIZES[self.b_type]:
             raise Unsupported(f"{ins.opcode}: k does not fit the element types")
         d, a, b, scale, *rest = ins.operands
-        self.d, self.d_rows = lanes.rows(d, np.float32)
-        if len(self.d_rows) != self.n // 2:
+        self.is_half = ins.parts[-3] == "f16"
+        self.d, self.d_rows = lanes.rows(d, np.uint32 if self.is_half else np.float32)
+        if len(self.d_rows) != self.n // (4 if self.is_half else 2):
             raise Unsupported(f"{ins.opcode} with {len(self.d_rows)} accumulators")
         self.all_rows = self.d_rows
         self.first_row = first = int(self.d_rows[0])
         if (np.diff(self.d_rows) == 1).all():
-            self.d_rows = slice(first, first + self.n // 2)
+            self.d_rows = slice(first, first + len(self.d_rows))
         self.from_registers = isinstance(a, Vector)
         self.a: Any
         if isinstance(a, Vector):
@@ -162,18 +168,17 @@ class _Product:
         if not machine.queue.eager:
             base = self._poison(window, accumulate, groups)
         races = machine.races
-        agent: Any = (
-            races.issue(cta, 4 * group, "wgmma", range(4 * group, 4 * group + 4)) if races else None
-        )
+        warps = range(4 * group, 4 * group + 4)
+        issued = races.issue_together(cta, warps, "wgmma") if races else None
 
         def run() -> None:
-            self._run(window, a, b, accumulate, base, agent)
+            self._run(window, a, b, accumulate, base, issued)
             if not machine.queue.eager:
                 groups.accumulators[self.first_row, window.start] -= 1
 
         pipe = ("wgmma", id(cta), group)
         operation = machine.queue.submit(pipe, run, self.place)
-        groups.open.append((operation, agent))
+        groups.open.append((operation, issued.whole if issued else None))
         cta.count(4 * group, self.unit, self.flops)
         operand_bytes = self.n * 32 + (0 if self.from_registers else 64 * 32)
         cta.count(4 * group, "shared bytes read by MMA", operand_bytes)
@@ -187,24 +192,31 @@ class _Product:
         in_flight = groups.accumulators.get(key, 0)
         groups.accumulators[key] = in_flight + 1
         values = self.d[self.d_rows, window].copy()
-        self.d[self.d_rows, window] = np.nan
+        self.d[self.d_rows, window] = _NAN_PAIR if self.is_half else np.nan
         return values if accumulate and not in_flight else None
 
     @staticmethod
     def _at(values: np.ndarray, lane: int) -> Any:
         return values[lane] if len(values) > 1 else values[0]
 
+    def _watch(self, agents: list[Any]) -> Callable[[np.ndarray], None]:
+        """Tells the race detector that each agent reads its part of a tile's rows."""
+        races: Any = self.lanes.cta.machine.races
+
+        def watch(addresses: np.ndarray) -> None:
+            for agent, part in zip(agents, np.split(addresses, len(agents)), strict=True):
+                races.units_access(agent, part, SIZES[self.b_type], False, self.place)
+
+        return watch
+
     def _run(
-        self, window: slice, a: int, b: int, accumulate: bool, base: np.ndarray | None, agent: Any
+        self, window: slice, a: int, b: int, accumulate: bool, base: np.ndarray | None, issued: Any
     ) -> None:
         cta = self.lanes.cta
         shared, check = cta.cluster.shared, cta.machine.options.initialised
-        races = cta.machine.races
-        watch = (
-            (lambda at: races.units_access(agent, at, SIZES[self.b_type], False, self.place))
-            if races
-            else None
-        )
+        # A warp multiplies 16 rows of A with all of B.
+        watch_a = self._watch(issued.shares) if issued else None
+        watch_b = self._watch([issued.common]) if issued else None
         if self.from_registers:
             registers, rows = self.a
             left = to_float32(
@@ -212,14 +224,19 @@ class _Product:
             )
         else:
             tile = Tile(wgmma_descriptor(a), 64, self.k, self.a_type, self.trans_a)
-            left = read_tile(shared, tile, cta.rank, check, watch)
+            left = read_tile(shared, tile, cta.rank, check, watch_a)
         tile = Tile(wgmma_descriptor(b), self.n, self.k, self.b_type, self.trans_b)
-        right = read_tile(shared, tile, cta.rank, check, watch)
-        result = accumulator_to_registers(left @ right.T)
+        right = read_tile(shared, tile, cta.rank, check, watch_b)
+        product = left @ right.T
         if self.scale_a * self.scale_b < 0:
-            result = -result
-        if base is not None:
-            result = result + base
-        elif accumulate:
-            result = result + self.d[self.d_rows, window]
-        self.d[self.d_rows, window] = result
+            product = -product
+        if base is None and accumulate:
+            base = self.d[self.d_rows, window]
+        self.d[self.d_rows, window] = self._sums(product, base)
+
+    def _sums(self, product: np.ndarray, addend: np.ndarray | None) -> np.ndarray:
+        """[64, N] as registers [register, thread], plus what these held."""
+        if self.is_half:
+            return halves_to_words(accumulator_to_pairs(product), addend)
+        result = accumulator_to_registers(product)
+        return result if addend is None else result + addend
