@@ -332,8 +332,8 @@ def test_explain_writes_nothing() -> None:
 
 
 def test_no_check_is_an_assert() -> None:
-    """Which `python -O` would remove."""
+    """Which `python -O` would remove. The emulator's state what its own parser made."""
     for file in ROOT.rglob("*.py"):
-        if "bench" in file.parts or "cli" in file.parts:
+        if not {"bench", "cli", "emulator"}.isdisjoint(file.parts):
             continue
         assert not re.search(r"^\s*assert\b", file.read_text(), re.MULTILINE), file

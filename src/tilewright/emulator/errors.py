@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
+
+_Kind = TypeVar("_Kind")
 
 
 @dataclass(frozen=True)
@@ -58,3 +61,10 @@ class BarrierMisuse(EmulationError):
 
 class ResourceMisuse(EmulationError):
     """Tensor memory allocated twice or never freed, registers beyond the setmaxnreg pool."""
+
+
+def expect(operand: object, kind: type[_Kind]) -> _Kind:
+    """The operand, if it is of the kind that the instruction takes."""
+    if not isinstance(operand, kind):
+        raise Unsupported(f"the operand {operand}; want one of kind {kind.__name__}")
+    return operand

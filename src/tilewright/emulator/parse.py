@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from tilewright.emulator.errors import InvalidPtx, Place
+from tilewright.emulator.errors import InvalidPtx, Place, expect
 
 SIZES = {
     "pred": 1,
@@ -244,8 +244,8 @@ class _Module:
         elif kind == "entry":
             self._entry(token)
         elif kind == "label":
-            assert self.scope and self.kernel
-            self.scope.labels[token["label"]] = len(self.kernel.instructions)
+            scope, kernel = self._inside()
+            scope.labels[token["label"]] = len(kernel.instructions)
         elif kind == "statement":
             self._statement(token["statement"].strip())
 
@@ -263,17 +263,21 @@ class _Module:
         if brace == "{":
             self.scope = _Scope(self.scope)
             return
-        assert self.scope and self.kernel
-        self.scope = self.scope.parent
+        scope, kernel = self._inside()
+        self.scope = scope.parent
         if self.scope is None:
             self._resolve_labels()
-            self.kernels[self.kernel.name] = self.kernel
+            self.kernels[kernel.name] = kernel
             self.kernel = None
+
+    def _inside(self) -> tuple[_Scope, Kernel]:
+        if self.scope is None or self.kernel is None:
+            raise InvalidPtx(f"PTX line {self.line}: stands outside of a kernel")
+        return self.scope, self.kernel
 
     def _resolve_labels(self) -> None:
         for instruction, scope in self.pending:
-            name = instruction.operands[0]
-            assert isinstance(name, Symbol)
+            name = expect(instruction.operands[0], Symbol)
             for level in scope.chain():
                 if name.name in level.labels:
                     instruction.target = level.labels[name.name]
@@ -299,41 +303,40 @@ class _Module:
             table = self.kernel.shared if self.kernel else self.module_shared
             self._declare(statement, table)
         elif statement.startswith(".local"):
-            assert self.kernel
-            self._declare(statement, self.kernel.local)
+            self._declare(statement, self._inside()[1].local)
         elif not statement.startswith((".pragma", ".global", ".const", ".weak")):
             self._instruction(statement)
 
     def _declare_registers(self, statement: str) -> None:
-        assert self.scope and self.kernel
+        scope, kernel = self._inside()
         match = re.fullmatch(r"\.reg\s+\.(\w+)\s+(.*)", statement, re.S)
         if not match or match[1] not in SIZES:
             raise InvalidPtx(f"PTX line {self.line}: cannot parse {statement!r}")
         width = max(SIZES[match[1]], 16) if match[1] != "pred" else 1
-        counts = self.kernel.registers
+        counts = kernel.registers
         for name in (n.strip() for n in match[2].split(",")):
             base = counts.get(width, 0)
             if family := re.fullmatch(r"(.*)<(\d+)>", name):
-                self.scope.families[family[1]] = (width, base, int(family[2]))
+                scope.families[family[1]] = (width, base, int(family[2]))
                 counts[width] = base + int(family[2])
             else:
-                self.scope.registers[name] = Register(width, base)
+                scope.registers[name] = Register(width, base)
                 counts[width] = base + 1
 
     def _instruction(self, statement: str) -> None:
-        assert self.scope and self.kernel, statement
+        scope, kernel = self._inside()
         place = Place(self.line, " ".join(statement.split()), self.source)
         match = re.fullmatch(r"(?:@(!?)([\w$%]+)\s+)?([a-z][\w.:]*)\s*(.*)", statement, re.S)
         if not match:
             raise InvalidPtx("cannot parse this statement", place)
-        guard = self.scope.register(match[2]) if match[2] else None
+        guard = scope.register(match[2]) if match[2] else None
         if match[2] and guard is None:
             raise InvalidPtx(f"predicate {match[2]} is not declared", place)
         operands = tuple(self._operand(o, place) for o in _split(match[4]))
         instruction = Instruction(match[3], operands, guard, match[1] == "!", place)
         if instruction.parts[0] == "bra":
-            self.pending.append((instruction, self.scope))
-        self.kernel.instructions.append(instruction)
+            self.pending.append((instruction, scope))
+        kernel.instructions.append(instruction)
 
     def _operand(self, text: str, place: Place) -> Operand:
         if text.startswith("["):
@@ -347,21 +350,21 @@ class _Module:
             return Pair(self._operand(first.strip(), place), self._operand(second.strip(), place))
         if text == "_":
             return Sink()
-        assert self.scope
-        if register := self.scope.register(text):
+        if register := self._inside()[0].register(text):
             return register
         if text.startswith("%"):
             return Special(text[1:])
         return _literal(text) or Symbol(text)
 
     def _address(self, text: str, place: Place) -> Address:
-        base, *rest = _split(text)
+        base, *rest = _split(text) or [""]
         coordinates: tuple[Operand, ...] = ()
         for extra in rest:
             operand = self._operand(extra, place)
             coordinates += operand.items if isinstance(operand, Vector) else (operand,)
         match = re.fullmatch(r"(.+?)\s*(?:\+\s*(-?\w+))?", base)
-        assert match
+        if not match:
+            raise InvalidPtx(f"cannot parse the address [{text}]", place)
         offset = int(match[2], 0) if match[2] else 0
         return Address(self._operand(match[1], place), offset, coordinates)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tilewright.emulator.errors import OutOfBounds
+from tilewright.emulator.errors import OutOfBounds, expect
 from tilewright.emulator.isa import Effect, instruction
 from tilewright.emulator.isa.memory import global_addresses, shared_addresses
 from tilewright.emulator.isa.tma import issues
@@ -207,8 +207,7 @@ def _wait(ins: Instruction, lanes: Lanes, kind: str) -> Effect:
     everything = ins.parts[-1] == "wait_all"
     allowed = 0
     if not everything:
-        assert isinstance(ins.operands[0], Immediate)
-        allowed = ins.operands[0].bits
+        allowed = expect(ins.operands[0], Immediate).bits
     cta = lanes.cta
 
     def effect() -> None:
@@ -225,7 +224,7 @@ def _wait(ins: Instruction, lanes: Lanes, kind: str) -> Effect:
 
 def _async_bytes(ins: Instruction) -> int:
     size = ins.operands[2]
-    assert isinstance(size, Immediate)
+    size = expect(size, Immediate)
     return size.bits
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tilewright.emulator.errors import EmulationError, ResourceMisuse
+from tilewright.emulator.errors import EmulationError, ResourceMisuse, expect
 from tilewright.emulator.isa import Effect, instruction
 from tilewright.emulator.memory import SHARED_WINDOW
 from tilewright.emulator.parse import Immediate, Instruction
@@ -21,7 +21,7 @@ def setmaxnreg(ins: Instruction, lanes: Lanes) -> Effect:
     The warps of a warpgroup execute it with one value, perhaps at different places.
     """
     count = ins.operands[0]
-    assert isinstance(count, Immediate)
+    count = expect(count, Immediate)
     if not 24 <= count.bits <= 256 or count.bits % 8:
         raise ResourceMisuse(f"setmaxnreg {count.bits}: wanted 24 to 256 in steps of 8")
     budgets, grow = lanes.cta.register_budgets, ins.parts[1] == "inc"

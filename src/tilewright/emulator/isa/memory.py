@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tilewright.emulator.cta import PARAM_WINDOW
-from tilewright.emulator.errors import OutOfBounds, Unsupported
+from tilewright.emulator.errors import OutOfBounds, Unsupported, expect
 from tilewright.emulator.isa import Effect, instruction
 from tilewright.emulator.isa.types import type_of
 from tilewright.emulator.memory import SHARED_WINDOW
@@ -37,7 +37,7 @@ def count_of(ins: Instruction) -> int:
 
 def shared_addresses(lanes: Lanes, operand: Operand) -> Any:
     """A function that computes the shared address (uint32) of every lane."""
-    assert isinstance(operand, Address)
+    operand = expect(operand, Address)
     base = operand.base
     wide = isinstance(base, Register) and base.width == 64
     source = lanes.read(base, np.uint64 if wide else np.uint32)
@@ -52,7 +52,7 @@ def shared_addresses(lanes: Lanes, operand: Operand) -> Any:
 
 
 def global_addresses(lanes: Lanes, operand: Operand) -> Any:
-    assert isinstance(operand, Address)
+    operand = expect(operand, Address)
     source = lanes.read(operand.base, np.uint64)
     offset = np.uint64(operand.offset & (2**64 - 1))
     if len(source) != lanes.count:
@@ -74,9 +74,10 @@ def _destinations(ins: Instruction, lanes: Lanes) -> list[np.ndarray]:
 @instruction("ld.param" + _VECTORS + _TYPES)
 def ld_param(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.9.8 ld.param: a constant of the launch."""
-    address = ins.operands[1]
-    assert isinstance(address, Address) and isinstance(address.base, Symbol)
-    offset = lanes.cta.symbol_address(address.base.name) - PARAM_WINDOW + address.offset
+    address = expect(ins.operands[1], Address)
+    offset = (
+        lanes.cta.symbol_address(expect(address.base, Symbol).name) - PARAM_WINDOW + address.offset
+    )
     kind, params = type_of(ins.parts[-1]), lanes.cta.machine.launch.params
     values = np.frombuffer(params, kind, count_of(ins), offset)
     pairs = list(zip(_destinations(ins, lanes), values, strict=True))
@@ -260,7 +261,7 @@ def st_local(ins: Instruction, lanes: Lanes) -> Effect:
 
 
 def _local_addresses(lanes: Lanes, operand: Operand) -> Any:
-    assert isinstance(operand, Address)
+    operand = expect(operand, Address)
     base, offset = lanes.read(operand.base, np.uint64), operand.offset
     return lambda: np.broadcast_to(base.astype(np.int64) + offset, lanes.count)
 

@@ -7,7 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from tilewright.emulator.errors import BarrierMisuse, OutOfBounds, ResourceMisuse, Unsupported
+from tilewright.emulator.errors import (
+    BarrierMisuse,
+    OutOfBounds,
+    ResourceMisuse,
+    Unsupported,
+    expect,
+)
 from tilewright.emulator.isa import Effect, instruction
 from tilewright.emulator.isa.memory import shared_addresses
 from tilewright.emulator.isa.tma import destinations, issues
@@ -141,7 +147,7 @@ class _Transfer:
         self.rows, self.columns = fragment(self.shape, repeat, self.starts[-1])
         self.height, self.width = _SHAPES[self.shape][0], _SHAPES[self.shape][2] * repeat
         self.bytes_moved = 4 * self.height * self.width * len(self.starts)
-        assert isinstance(address, Address)
+        address = expect(address, Address)
         self.base, self.offset = lanes.read(address.base, np.uint32), address.offset
         self.registers, self.numbers = lanes.rows(registers)
         if len(self.numbers) != len(self.rows):

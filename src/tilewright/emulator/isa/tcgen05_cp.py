@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from tilewright.emulator.cta import CTA
+from tilewright.emulator.errors import expect
 from tilewright.emulator.isa import Effect, instruction
 from tilewright.emulator.isa.tcgen05 import tensor_memory
 from tilewright.emulator.isa.tma import issues
@@ -60,7 +61,7 @@ class _Copy:
         self.rows, self.columns = int(rows), int(bits) // 32
         self.lanes = _target_lanes(self.rows, ins.parts[-1])
         target = ins.operands[0]
-        assert isinstance(target, Address)
+        target = expect(target, Address)
         self.offset = target.offset
         self.sources = [
             lanes.read(target.base, np.uint32),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tilewright.emulator.cta import CTA
-from tilewright.emulator.errors import Unsupported
+from tilewright.emulator.errors import Unsupported, expect
 from tilewright.emulator.isa import Effect, instruction
 from tilewright.emulator.isa.operands import SIZES, Tile, read_tile, to_float32
 from tilewright.emulator.isa.tcgen05 import tensor_memory
@@ -90,7 +90,7 @@ class _Product:
         self.kind = next(p for p in ins.parts if p.startswith("kind::")).removeprefix("kind::")
         self.ctas = 2 if "cta_group::2" in ins.parts else 1
         d, a, b, shape, *rest = ins.operands
-        assert isinstance(d, Address)
+        d = expect(d, Address)
         self.a_in_tensor_memory = isinstance(a, Address)
         self.a_offset = a.offset if isinstance(a, Address) else 0
         a_source = (
@@ -116,7 +116,7 @@ class _Product:
     def _enable(lanes: Lanes, operand: Any) -> np.ndarray:
         if isinstance(operand, (Register, Immediate)):
             return lanes.read(operand, np.bool_)
-        assert isinstance(operand, Not)
+        expect(operand, Not)
         raise Unsupported("tcgen05.mma with a negated enable-input-d", lanes.place)
 
     def issue(self, warp: int, values: tuple[int, ...]) -> None:

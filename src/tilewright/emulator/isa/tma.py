@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tilewright.emulator.cta import PARAM_WINDOW
-from tilewright.emulator.errors import OutOfBounds
+from tilewright.emulator.errors import OutOfBounds, expect
 from tilewright.emulator.isa import Effect, instruction
 from tilewright.emulator.isa.memory import global_addresses, shared_addresses
 from tilewright.emulator.memory import OFFSET_MASK
@@ -77,7 +77,7 @@ def destinations(address: int, cta_mask: int | None) -> list[int]:
 def tma_load(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.9.27.1.2 cp.async.bulk.tensor, global to shared: the whole box counts as bytes."""
     to, source, signal, *rest = ins.operands
-    assert isinstance(source, Address)
+    source = expect(source, Address)
     multicast = "multicast::cluster" in ins.parts
     cta_mask = lanes.read(rest[0], np.uint16) if multicast else None
     operands = (
@@ -138,7 +138,7 @@ def tma_load(ins: Instruction, lanes: Lanes) -> Effect:
 def tma_store(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.9.27.1.2 and .3 cp(.reduce).async.bulk.tensor, shared to global: clipped at the edges."""
     target, source, *_ = ins.operands
-    assert isinstance(target, Address)
+    target = expect(target, Address)
     reduction = next((p for p in ins.parts if p in ("add", "min", "max", "and", "or", "xor")), None)
     maps = global_addresses(lanes, Address(target.base))
     sources, coordinates = shared_addresses(lanes, source), _coordinates(lanes, target)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tilewright.emulator.asynchronous import Groups
-from tilewright.emulator.errors import BarrierMisuse, Unsupported
+from tilewright.emulator.errors import BarrierMisuse, Unsupported, expect
 from tilewright.emulator.isa import Effect, instruction
 from tilewright.emulator.isa.operands import SIZES, Tile, halves_to_words, read_tile, to_float32
 from tilewright.emulator.layouts import wgmma_descriptor
@@ -75,7 +75,7 @@ def wgmma_commit(ins: Instruction, lanes: Lanes) -> Effect:
 def wgmma_wait(ins: Instruction, lanes: Lanes) -> Effect:
     """9.7.15.7.3 wgmma.wait_group: all but the newest N groups are complete."""
     allowed, cta, races = ins.operands[0], lanes.cta, lanes.cta.machine.races
-    assert isinstance(allowed, Immediate)
+    allowed = expect(allowed, Immediate)
 
     def effect() -> None:
         for group in _warpgroups(lanes):
