@@ -65,4 +65,4 @@ def test_the_command_is_declared(wheel: ZipFile):
 
 
 def test_the_extras_are_declared(metadata: Message):
-    assert set(metadata.get_all("Provides-Extra", [])) == {"cuda", "hf", "bench", "dev"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {"cuda", "peers", "hf", "bench", "dev"}
