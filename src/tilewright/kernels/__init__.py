@@ -1,0 +1,1 @@
+"""The GPU kernels, by architecture. `catalog` lists what there is to compile."""

@@ -1,0 +1,1 @@
+"""Pieces that the kernels of all generations share."""

@@ -1,0 +1,94 @@
+"""What a forward kernel of FA-3 is compiled for: the key of its compilation, and its budgets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SMEM_BYTES = 232448  # that one CTA may have on sm_90
+BARRIER_BYTES = 1024  # mbarriers, the tile ring, and the alignment of what follows
+REGISTERS = 65536
+MMA_ROWS = 64  # of one warpgroup's matrix multiply
+HEAD_DIMS = (64, 96, 128, 192, 256)
+DTYPES = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class ForwardSpec:
+    """One compiled kernel. The first group says what it can compute, the second how it does.
+
+    `head_dim` and `head_dim_v` are those of the tiles; a smaller one is filled up with zeros.
+    A bounded side of the mask takes its bound when the kernel is called: causal is a right bound
+    of 0. `packed` is the varlen layout.
+    """
+
+    dtype: str = "bfloat16"
+    head_dim: int = 128
+    head_dim_v: int = 128
+    bounded_left: bool = False
+    bounded_right: bool = False
+    has_softcap: bool = False
+    packed: bool = False
+
+    tile_q: int = 128
+    tile_kv: int = 128
+    kv_stages: int = 2
+    out_shares_q: bool = False  # O leaves through Q's shared memory
+    q_in_registers: bool = False
+    ping_pong: bool = True  # warpgroups take turns at issuing matrix multiplies
+    overlap: bool = True  # S of the next block is issued before this block's P V
+    rescale_threshold: float = 0.0  # log2 of how far a row's maximum may lag; 0 rescales always
+    exp2_emulated: int = 0  # of each 16 elements of a row, those whose exp2 is a polynomial
+    longest_first: bool = True
+    dynamic: bool = True  # tiles are handed out by a counter in memory
+
+    @property
+    def warpgroups(self) -> int:
+        """That compute; one more loads."""
+        return self.tile_q // MMA_ROWS
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """A thread's, of the loading warpgroup and of the computing ones."""
+        return {1: (56, 256), 2: (24, 240), 3: (32, 160)}[self.warpgroups]
+
+    @property
+    def smem_bytes(self) -> int:
+        q = self.tile_q * self.head_dim
+        kv = self.kv_stages * self.tile_kv * (self.head_dim + self.head_dim_v)
+        out = self.tile_q * self.head_dim_v
+        rows = max(q, out) if self.out_shares_q else q + out
+        return 2 * (rows + kv) + BARRIER_BYTES
+
+    def why_illegal(self) -> str | None:
+        """What the chip cannot give this spec; None if it is legal."""
+        if self.dtype not in DTYPES:
+            return f"dtype={self.dtype}: want one of {', '.join(DTYPES)}"
+        for name, dim in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
+            if dim not in HEAD_DIMS:
+                return f"{name}={dim}: tiles have one of {HEAD_DIMS}"
+        if self.tile_q % MMA_ROWS or not 1 <= self.warpgroups <= 3:
+            return f"tile_q={self.tile_q}: one to three warpgroups multiply {MMA_ROWS} rows each"
+        if self.tile_kv % 16 or not 16 <= self.tile_kv <= 256:
+            return f"tile_kv={self.tile_kv}: P V takes a multiple of 16 keys, S at the most 256"
+        if self.smem_bytes > SMEM_BYTES:
+            return f"{self.smem_bytes} B of shared memory, {SMEM_BYTES} B exist"
+        return None
+
+    def __str__(self) -> str:
+        dims = f"d{self.head_dim}"
+        if self.head_dim_v != self.head_dim:
+            dims += f"v{self.head_dim_v}"
+        mask = {
+            (False, False): "full",
+            (False, True): "right",
+            (True, False): "left",
+            (True, True): "window",
+        }[self.bounded_left, self.bounded_right]
+        parts = [{"float16": "f16", "bfloat16": "bf16"}[self.dtype], dims, mask]
+        parts += ["varlen"] if self.packed else []
+        parts += ["softcap"] if self.has_softcap else []
+        return "_".join([*parts, f"{self.tile_q}x{self.tile_kv}"])
