@@ -101,6 +101,13 @@ def _apply(
 
 
 @instruction(
+    "atom.global" + _ORDER + _OPS + _TYPES,  # LLVM names the space first
+    polls=True,
+    effects=True,
+    unit="atomic",
+    weight=_bytes,
+)
+@instruction(
     "atom" + _ORDER + _GLOBAL + _OPS + _TYPES,
     polls=True,
     effects=True,

@@ -1,0 +1,137 @@
+"""The producer: tiles of Q, K and V from memory to shared memory, by TMA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Constexpr, Int32, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from tilewright.kernels.sm90.fa3.operands import (
+    Channels,
+    Operands,
+    Shared,
+    Tile,
+    TmaOperand,
+    key_blocks,
+)
+from tilewright.kernels.sm90.matmul import ROWS
+
+
+def views(operand: TmaOperand, gX: cute.Tensor, sX: cute.Tensor) -> tuple[Any, Any]:
+    """Tiles in shared memory (tma, stage) and in memory (tma, block)."""
+    return cpasync.tma_partition(
+        operand.copy,
+        0,
+        cute.make_layout(1),
+        cute.group_modes(sX, 0, 2),
+        cute.group_modes(gX, 0, 2),
+    )
+
+
+def rows_of(spec: Any, tensor: cute.Tensor, head: Int32, batch: Int32, start: Int32, mode: int):
+    """One sequence's rows of one head; `mode` is that of the rows."""
+    if spec.packed:
+        offset = (start, 0) if mode == 0 else (0, start)
+        return cute.domain_offset(offset, tensor[None, None, head])
+    return tensor[None, None, head, batch]
+
+
+@cute.jit
+def load(spec: Constexpr, op: Operands, sm: Shared, ch: Channels):
+    """gmem Q, K, V -> smem. One warp."""
+    group = op.heads_q // op.heads_k
+    tiles, q_tiles, blocks, tails = Int32(0), Int32(0), Int32(0), Int32(0)
+    ch.tile.wait_full(tiles)
+    tile = Tile.read(sm.sTile, ch.tile.index(tiles))
+    while tile.q_block >= 0:
+        ch.tile.release(tiles)
+        tiles += 1
+        begin, end = key_blocks(spec, op, tile)
+        head_k = tile.head // group
+        mQ = rows_of(spec, op.q.tensor, tile.head, tile.batch, tile.q_start, 0)
+        mK = rows_of(spec, op.k.tensor, head_k, tile.batch, tile.k_start, 0)
+        mV = rows_of(spec, op.v.tensor, head_k, tile.batch, tile.k_start, 1)
+        gQ = cute.local_tile(mQ, (ROWS, spec.head_dim), (None, 0))  # (64, d, block)
+        gK = cute.local_tile(mK, (spec.tile_kv, spec.head_dim), (None, 0))  # (kv, d, block)
+        gV = cute.local_tile(mV, (spec.head_dim_v, spec.tile_kv), (0, None))  # (d, kv, block)
+        tQsQ, tQgQ = views(op.q, gQ, sm.sQ)
+        tKsK, tKgK = views(op.k, gK, sm.sK)
+        tVsV, tVgV = views(op.v, gV, sm.sV)
+        if end > begin:
+            # K first: its slot may be free while the last tile's Q is still being read.
+            load_block(op.k, ch.k, tKgK, tKsK, blocks, end - 1)
+            ch.q.wait_empty(q_tiles)
+            full = ch.q.expect(q_tiles, spec.tile_q * spec.head_dim * 2)
+            for w in cutlass.range_constexpr(spec.warpgroups):
+                block = tile.q_block * spec.warpgroups + w
+                cute.copy(op.q.copy, tQgQ[None, block], tQsQ[None, w], tma_bar_ptr=full)
+            q_tiles += 1
+            for back in cutlass.range(1, end - begin, unroll=1):
+                load_block(op.k, ch.k, tKgK, tKsK, blocks + back, end - 1 - back)
+                n, block = blocks + back - 1, end - back
+                tails = load_values(spec, op, sm, ch, (tVgV, tVsV), n, block, tile, tails)
+            blocks += end - begin
+            tails = load_values(spec, op, sm, ch, (tVgV, tVsV), blocks - 1, begin, tile, tails)
+        ch.tile.wait_full(tiles)
+        tile = Tile.read(sm.sTile, ch.tile.index(tiles))
+
+
+def load_block(operand: TmaOperand, ring: Any, tXgX: Any, tXsX: Any, n: Int32, block: Int32):
+    """One tile of keys or values into slot `n` of its ring."""
+    ring.wait_empty(n)
+    full = ring.expect(n, cute.size_in_bytes(tXsX.element_type, tXsX[None, 0].layout))
+    cute.copy(operand.copy, tXgX[None, block], tXsX[None, ring.index(n)], tma_bar_ptr=full)
+
+
+@cute.jit
+def load_values(
+    spec: Constexpr,
+    op: Operands,
+    sm: Shared,
+    ch: Channels,
+    tV: Any,
+    n: Int32,
+    block: Int32,
+    tile: Tile,
+    tails: Int32,
+) -> Int32:
+    """A tile of V into slot `n`; `tails` counts those that needed their last rows zeroed.
+
+    Past a packed sequence's end lie rows of others, whose NaN times a probability of 0 would be NaN.
+    The engine cannot clip there, so that block is waited for, and the rows are zeroed.
+    """
+    tVgV, tVsV = tV
+    if const_expr(not spec.packed):
+        load_block(op.v, ch.v, tVgV, tVsV, n, block)
+    else:
+        rows = tile.seqlen_k - block * spec.tile_kv
+        if rows >= spec.tile_kv:
+            load_block(op.v, ch.v, tVgV, tVsV, n, block)
+        else:
+            ch.v.wait_empty(n)
+            arrived = ch.tail.expect(tails, spec.tile_kv * spec.head_dim_v * 2)
+            slot = ch.v.index(n)
+            cute.copy(op.v.copy, tVgV[None, block], tVsV[None, slot], tma_bar_ptr=arrived)
+            ch.tail.wait_full(tails)
+            zero_rows(sm.sV[None, None, slot], rows)
+            # Orders the zeros before the multiplies that read them.
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(ch.v.full(n))
+            tails += 1
+    return tails
+
+
+@cute.jit
+def zero_rows(sV: cute.Tensor, first: Int32):
+    """sV (d, kv) becomes 0 from row `first` on. One warp, 16 bytes a lane."""
+    chunks = cute.size(sV, mode=[0]) // 8
+    zeros = cute.make_rmem_tensor((8, 1), sV.element_type)
+    zeros.fill(0.0)
+    end = cute.size(sV, mode=[1]) * chunks
+    for i in cutlass.range(first * chunks + cute.arch.lane_idx(), end, 32, unroll=1):
+        cute.autovec_copy(zeros, cute.local_tile(sV, (8, 1), (i % chunks, i // chunks)))
