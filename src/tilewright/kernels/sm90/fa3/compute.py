@@ -102,10 +102,12 @@ def compute(spec: Constexpr, op: Operands, sm: Shared, ch: Channels, mmas: Const
         begin, end = key_blocks(spec, op, tile)
         softmax.reset()
         regs.acc_O.fill(0.0)
-        if end > begin:
-            attend(spec, op, ch, regs, softmax, tile, w, q_tiles, blocks, begin, end)
-            blocks += end - begin
+        if (end > begin) | spec.out_shares_q:
+            ch.q.wait_full(q_tiles)
             q_tiles += 1
+        if end > begin:
+            attend(spec, op, ch, regs, softmax, tile, w, q_tiles - 1, blocks, begin, end)
+            blocks += end - begin
         store(spec, op, sm, ch, regs, softmax, tile, w, q_tiles)
         ch.tile.wait_full(tiles)
         tile = Tile.read(sm.sTile, ch.tile.index(tiles))
@@ -128,7 +130,6 @@ def attend(
     end: Int32,
 ):
     """O and the softmax's state of one tile, over its key blocks from the last to the first."""
-    ch.q.wait_full(q_tiles)
     ch.k.wait_full(blocks)
     acc_S = regs.multiply_S(ch.k.index(blocks))
     matmul.wait(0)

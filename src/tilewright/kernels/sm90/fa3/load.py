@@ -63,12 +63,15 @@ def load(spec: Constexpr, op: Operands, sm: Shared, ch: Channels):
         if end > begin:
             # K first: its slot may be free while the last tile's Q is still being read.
             load_block(op.k, ch.k, tKgK, tKsK, blocks, end - 1)
+        if (end > begin) | spec.out_shares_q:
+            # Where O leaves through Q's memory, a tile without keys takes its turn there too.
             ch.q.wait_empty(q_tiles)
             full = ch.q.expect(q_tiles, spec.tile_q * spec.head_dim * 2)
             for w in cutlass.range_constexpr(spec.warpgroups):
                 block = tile.q_block * spec.warpgroups + w
                 cute.copy(op.q.copy, tQgQ[None, block], tQsQ[None, w], tma_bar_ptr=full)
             q_tiles += 1
+        if end > begin:
             for back in cutlass.range(1, end - begin, unroll=1):
                 load_block(op.k, ch.k, tKgK, tKsK, blocks + back, end - 1 - back)
                 n, block = blocks + back - 1, end - back

@@ -49,8 +49,7 @@ def store(
             regs.O[r, c] = select(factor == 0.0, 0.0, scaled)
     copy_out(spec, op, sm, regs, tile, w, first)
     if const_expr(spec.out_shares_q):
-        if q_tiles > 0:
-            ch.q.release(q_tiles - 1)
+        ch.q.release(q_tiles - 1)
 
 
 @cute.jit
