@@ -15,6 +15,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Constexpr, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warp
 
 from tilewright.kernels.blocks.arithmetic import tanh
 from tilewright.kernels.blocks.carried import Unchanged
@@ -41,7 +42,8 @@ class Registers(Unchanged):
     def __init__(self, spec: Any, sm: Shared, mmas: tuple[Any, Any], thread: Int32, w: Int32):
         self.mma_S, self.mma_O = mmas
         part_S, part_O = self.mma_S.get_slice(thread), self.mma_O.get_slice(thread)
-        self.tSrQ = self.mma_S.make_fragment_A(part_S.partition_A(sm.sQ[None, None, w]))
+        self.sQ, self.thread = sm.sQ[None, None, w], thread
+        self.tSrQ = self.mma_S.make_fragment_A(part_S.partition_A(self.sQ))
         self.tSrK = self.mma_S.make_fragment_B(part_S.partition_B(sm.sK))
         self.tOrV = self.mma_O.make_fragment_B(part_O.partition_B(sm.sV))
         self.shape_S = self.mma_S.partition_shape_C((matmul.ROWS, spec.tile_kv))
@@ -51,6 +53,12 @@ class Registers(Unchanged):
         self.tOrP = matmul.as_operand_A(self.rP)
         self.O = matmul.as_rows(self.acc_O)
         self.factor = cute.make_rmem_tensor(matmul.THREAD_ROWS, Float32)
+
+    def read_Q(self) -> None:
+        """smem Q -> registers, where the multiply takes it from there."""
+        atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.sQ.element_type)
+        part = cute.make_tiled_copy_A(atom, self.mma_S).get_slice(self.thread)
+        cute.copy(atom, part.partition_S(self.sQ), part.retile(self.tSrQ))
 
     def multiply_S(self, stage: Int32) -> cute.Tensor:
         """The accumulator of S = Q K^T. A new one each time: what is kept over a loop costs."""
@@ -68,6 +76,7 @@ class Registers(Unchanged):
         self.rP.store(acc_S.load().to(self.rP.element_type))
 
     def rescale_O(self) -> None:
+        """O shrinks to its rows' new maxima."""
         for r in range(matmul.THREAD_ROWS):
             for c in range(cute.size(self.O, mode=[1])):
                 self.O[r, c] = self.O[r, c] * self.factor[r]
@@ -130,12 +139,37 @@ def attend(
     end: Int32,
 ):
     """O and the softmax's state of one tile, over its key blocks from the last to the first."""
+    if const_expr(spec.q_in_registers):
+        regs.read_Q()
+        if const_expr(not spec.out_shares_q):
+            ch.q.release(q_tiles)
+    if const_expr(spec.overlap):
+        attend_overlapped(spec, op, ch, regs, softmax, tile, w, blocks, begin, end)
+    else:
+        attend_in_order(spec, op, ch, regs, softmax, tile, w, blocks, begin, end)
+    if const_expr(not spec.out_shares_q and not spec.q_in_registers):
+        ch.q.release(q_tiles)
+
+
+@cute.jit
+def attend_overlapped(
+    spec: Constexpr,
+    op: Operands,
+    ch: Channels,
+    regs: Constexpr,
+    softmax: Constexpr,
+    tile: Tile,
+    w: Int32,
+    blocks: Int32,
+    begin: Int32,
+    end: Int32,
+):
+    """The next block's S is issued before this block's P V, and runs under its softmax."""
     ch.k.wait_full(blocks)
     acc_S = regs.multiply_S(ch.k.index(blocks))
     matmul.wait(0)
     ch.k.release(blocks)
-    S = matmul.as_rows(acc_S)
-    make_P(spec, op, S, regs.factor, softmax, tile, w, end - 1)
+    make_P(spec, op, matmul.as_rows(acc_S), regs.factor, softmax, tile, w, end - 1)
     regs.convert_P(acc_S)
     for back in cutlass.range(1, end - begin, unroll=1):
         n = blocks + back
@@ -147,19 +181,58 @@ def attend(
         pass_turn(spec, w)
         matmul.wait(1)
         ch.k.release(n)
-        S = matmul.as_rows(acc_S)
-        make_P(spec, op, S, regs.factor, softmax, tile, w, end - 1 - back)
+        make_P(spec, op, matmul.as_rows(acc_S), regs.factor, softmax, tile, w, end - 1 - back)
         matmul.wait(0)
         ch.v.release(n - 1)
         regs.convert_P(acc_S)
-        regs.rescale_O()
-    if const_expr(not spec.out_shares_q):
-        ch.q.release(q_tiles)
+        rescale(spec, regs)
     last = blocks + end - begin - 1
     ch.v.wait_full(last)
     regs.multiply_O(ch.v.index(last))
     matmul.wait(0)
     ch.v.release(last)
+
+
+@cute.jit
+def attend_in_order(
+    spec: Constexpr,
+    op: Operands,
+    ch: Channels,
+    regs: Constexpr,
+    softmax: Constexpr,
+    tile: Tile,
+    w: Int32,
+    blocks: Int32,
+    begin: Int32,
+    end: Int32,
+):
+    """S, softmax, P V, one after the other: only the other warpgroups fill the tensor cores."""
+    for back in cutlass.range(0, end - begin, unroll=1):
+        n = blocks + back
+        ch.k.wait_full(n)
+        take_turn(spec, w)
+        acc_S = regs.multiply_S(ch.k.index(n))
+        matmul.wait(0)
+        ch.k.release(n)
+        pass_turn(spec, w)
+        make_P(spec, op, matmul.as_rows(acc_S), regs.factor, softmax, tile, w, end - 1 - back)
+        rescale(spec, regs)
+        regs.convert_P(acc_S)
+        ch.v.wait_full(n)
+        regs.multiply_O(ch.v.index(n))
+        matmul.wait(0)
+        ch.v.release(n)
+
+
+@cute.jit
+def rescale(spec: Constexpr, regs: Constexpr):
+    """O shrinks to its rows' new maxima; where they may lag, only if one of a warp's moved."""
+    if const_expr(spec.rescale_threshold > 0):
+        has_moved = (regs.factor[0] != 1.0) | (regs.factor[1] != 1.0)
+        if cute.arch.vote_any_sync(has_moved):
+            regs.rescale_O()
+    else:
+        regs.rescale_O()
 
 
 @cute.jit
