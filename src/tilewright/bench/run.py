@@ -12,7 +12,7 @@ import torch
 
 from tilewright.bench import contenders
 from tilewright.bench.cases import Case
-from tilewright.bench.timing import Timing, alternate
+from tilewright.bench.timing import Plan, Timing, alternate
 
 PASSES = {"forward": "forward", "forward+backward": "forward_backward"}
 
@@ -73,7 +73,9 @@ def run(
             "sdpa again": contenders.sdpa(case),
         }
         for direction, method in PASSES.items():
-            timings = alternate({name: getattr(way, method) for name, way in ways.items()}, seconds)
+            timings = alternate(
+                {name: getattr(way, method) for name, way in ways.items()}, Plan(seconds)
+            )
             yield Row(case, direction, timings)
 
 

@@ -4,47 +4,120 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-MIN_ROUNDS, MAX_ROUNDS = 5, 60
+import torch
+
+Run = Callable[[], object]
+Clock = Callable[[Run, int], float]  # milliseconds a launch, of that many launches in a row
+Span = tuple[float, float]  # of time.perf_counter
+
+HEAD_START = 200_000  # GPU clock cycles, about 0.1 ms
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the device did meanwhile: medians of its SM clock and of its power."""
+
+    mhz: float | None = None
+    watts: float | None = None
+
+
+Watch = Callable[[list[Span]], Load]
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of one contender over its rounds."""
+    """Milliseconds of one launch of a contender, over its rounds."""
 
     median: float
     low: float  # first quartile
     high: float  # third quartile
+    least: float
+    rounds: int
+    load: Load = Load()
 
 
-def alternate(contenders: dict[str, Callable[[], None]], seconds: float = 4.0) -> dict[str, Timing]:
+@dataclass(frozen=True)
+class Plan:
+    """How long to time."""
+
+    seconds: float = 4.0  # about how long each contender runs in all, within the bounds on rounds
+    batch_ms: float = 0.0  # of launches between two readings of the clock; 0: one launch
+    warm_up: int = 0  # rounds that do not count
+    min_rounds: int = 5
+    max_rounds: int = 60
+
+    def launches(self, ms: float) -> int:
+        return max(1, round(self.batch_ms / ms))
+
+    def rounds(self, batch_ms: float) -> int:
+        return min(max(int(self.seconds * 1e3 / batch_ms), self.min_rounds), self.max_rounds)
+
+
+def alternate(
+    contenders: Mapping[str, Run],
+    plan: Plan = Plan(),
+    clock: Clock | None = None,
+    watch: Watch | None = None,
+) -> dict[str, Timing]:
     """Run the contenders in turns, so that the machine's drift meets all of them alike.
 
-    `seconds` is about how long each of them runs in all, within the bounds on the rounds.
-
     Each round starts with another contender: whoever runs first after somebody else finds the
-    caches and the allocator as that one left them.
+    caches, the allocator and the power budget as that one left them. `clock` is `wall_clock` by
+    default; on a GPU it is `cuda_clock`, and `watch` a `power.Sampler`.
     """
-    first = {name: _milliseconds(run) for name, run in contenders.items()}
-    rounds = int(seconds * 1e3 / max(first.values()))
-    rounds = min(max(rounds, MIN_ROUNDS), MAX_ROUNDS)
+    clock = clock or wall_clock
+    first = {name: clock(run, 1) for name, run in contenders.items()}
+    launches = {name: plan.launches(ms) for name, ms in first.items()}
+    rounds = plan.rounds(max(first[name] * launches[name] for name in contenders))
     times: dict[str, list[float]] = {name: [] for name in contenders}
+    spans: dict[str, list[Span]] = {name: [] for name in contenders}
     names = list(contenders)
-    for index in range(rounds):
+    for index in range(plan.warm_up + rounds):
         shift = index % len(names)
         for name in names[shift:] + names[:shift]:
-            times[name].append(_milliseconds(contenders[name]))
-    return {name: _summary(values) for name, values in times.items()}
+            start = time.perf_counter()
+            times[name].append(clock(contenders[name], launches[name]))
+            spans[name].append((start, time.perf_counter()))
+    counted = slice(plan.warm_up, None)
+    return {
+        name: _summary(times[name][counted], watch(spans[name][counted]) if watch else Load())
+        for name in names
+    }
 
 
-def _milliseconds(run: Callable[[], None]) -> float:
+def wall_clock(run: Run, launches: int) -> float:
+    """Of work that is done when `run` returns."""
     start = time.perf_counter()
-    run()
-    return (time.perf_counter() - start) * 1e3
+    for _ in range(launches):
+        run()
+    return (time.perf_counter() - start) * 1e3 / launches
 
 
-def _summary(values: list[float]) -> Timing:
+def cuda_clock(run: Run, launches: int) -> float:
+    """Of work on the current CUDA stream, by events on the device."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    # The device spins while the first launches queue up, else their host time would be measured.
+    torch.cuda._sleep(HEAD_START)
+    start.record()
+    for _ in range(launches):
+        run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / launches
+
+
+def host_clock(run: Run, launches: int) -> float:
+    """Of the caller's thread alone: the device works on after the call returned."""
+    torch.cuda.synchronize()
+    ms = wall_clock(run, launches)
+    torch.cuda.synchronize()
+    return ms
+
+
+def _summary(values: list[float], load: Load) -> Timing:
     low, median, high = statistics.quantiles(values, n=4)
-    return Timing(median, low, high)
+    return Timing(median, low, high, min(values), len(values), load)
