@@ -12,7 +12,7 @@ from typing import Any, Literal, TypedDict, overload
 from torch import Tensor
 from typing_extensions import Unpack
 
-from tilewright import calls
+from tilewright import calls, lane
 from tilewright.calls import Options
 from tilewright.dispatch import Explanation
 from tilewright.torch_ops import Call
@@ -121,8 +121,8 @@ def attention(
 
     Source: FlashAttention-2, arXiv 2307.08691, sections 2.1 and 3.1.
     """
-    options = Options(causal, window, scale, softcap, sink, deterministic, backend)
-    return calls.run(calls.dense(q, k, v, options), return_lse)
+    options = (causal, window, scale, softcap, sink, deterministic, backend)
+    return lane.dense(q, k, v, options, return_lse)
 
 
 @overload
@@ -200,10 +200,10 @@ def attention_varlen(
 
     Source: FlashAttention-2, arXiv 2307.08691; the packed layout is FlashAttention's.
     """
-    options = Options(causal, window, scale, softcap, sink, deterministic, backend)
+    options = (causal, window, scale, softcap, sink, deterministic, backend)
     layout = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    call = calls.varlen(q, k, v, layout, (max_seqlen_q, max_seqlen_k), options)
-    return calls.run(call, return_lse)
+    longest = max_seqlen_q, max_seqlen_k
+    return lane.varlen((q, k, v), layout, longest, options, return_lse)
 
 
 @overload

@@ -143,7 +143,7 @@ def check_append(
                 "want tensors without gradients, torch.no_grad(), or attention_varlen"
             )
     _check_before_work(call)
-    if _may_read(call.q):
+    if may_read(call.q):
         portable.check_append(call.k, k_new.shape[1], cache_seqlens, call.layout[4])
     return k_new, v_new, cache_seqlens
 
@@ -167,11 +167,11 @@ def _check_before_work(call: Call) -> None:
     """
     if call.backend is not None and not torch.compiler.is_compiling():
         call.plan()
-    if any(x is not None for x in call.layout) and _may_read(call.q):
+    if any(x is not None for x in call.layout) and may_read(call.q):
         portable.read_batch(call.plan()[0], call.operands)
 
 
-def _may_read(tensor: Tensor) -> bool:
+def may_read(tensor: Tensor) -> bool:
     """Whether contents may be looked at: on the CPU, elsewhere if the user asks for it.
 
     A traced or fake call has no contents; there the operator itself looks when it runs.

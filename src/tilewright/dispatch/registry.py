@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -14,6 +15,8 @@ from tilewright.portable import fused
 from tilewright.problem import AttentionProblem
 
 Forward = Callable[[AttentionProblem, Operands], tuple[Tensor, Tensor]]
+Prepared = Callable[[Sequence[Any]], tuple[Tensor, Tensor]]  # takes the fields of `Operands`
+Prepare = Callable[[AttentionProblem, Operands], Prepared]
 Backward = Callable[[AttentionProblem, Operands, Saved, Sequence[bool]], Gradients]
 
 
@@ -29,6 +32,9 @@ class Backend:
     why_not: Callable[[AttentionProblem], str | None]
     forward: Forward
     backward: Backward
+    # (problem, like) -> `forward` of that problem for operands with the shapes, strides, dtypes and
+    # device of `like`, where such a one is faster.
+    prepare: Prepare | None = None
 
 
 BACKENDS: dict[str, Backend] = {
