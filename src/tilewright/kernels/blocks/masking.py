@@ -39,7 +39,7 @@ class Band:
         _, past = self.limits(q_last, seqlen_q, seqlen_k)
         begin = Int32(0) if first is None else cutlass.max(first, 0) // tile_kv
         end = (cutlass.max(past, 0) + tile_kv - 1) // tile_kv
-        return begin, cutlass.max(end, begin)
+        return begin, end
 
 
 def mask_scores(

@@ -1,10 +1,12 @@
 """The consumers: S = Q K^T, its softmax, O += P V. One warpgroup owns 64 rows of a tile.
 
-Steady state of a warpgroup, blocks from the last to the first, `|` marks what runs at one time:
+Steady state of a warpgroup, blocks from the last to the first; what shares a line runs at one time:
 
-    S_j = Q K_j^T  |  O += P_{j+1} V_{j+1}        both on the tensor cores, issued in this order
-    softmax of S_j |  O += P_{j+1} V_{j+1}        and the other warpgroup's multiplies
+    S_j = Q K_j^T   O += P_{j+1} V_{j+1}     issued in this order
+    softmax of S_j  O += P_{j+1} V_{j+1}     and the other warpgroups' multiplies
 
+With Q in registers the same goes on across tiles: the S of the next tile's first block is issued
+with the last P V of this one, and runs under it and under the store of O.
 Source: FlashAttention-3, arXiv 2407.08608, sections 3.1 and 3.2, algorithms 1 and 2.
 """
 
@@ -14,13 +16,10 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Constexpr, Float32, Int32, const_expr
-from cutlass.cute.nvgpu import warp
+from cutlass import Boolean, Constexpr, Int32, const_expr
 
 from tilewright.kernels.blocks.arithmetic import tanh
-from tilewright.kernels.blocks.carried import Unchanged
 from tilewright.kernels.blocks.masking import mask_scores
-from tilewright.kernels.blocks.softmax import Softmax
 from tilewright.kernels.sm90 import matmul
 from tilewright.kernels.sm90.fa3.operands import (
     Channels,
@@ -31,55 +30,8 @@ from tilewright.kernels.sm90.fa3.operands import (
     band,
     key_blocks,
 )
+from tilewright.kernels.sm90.fa3.registers import Registers
 from tilewright.kernels.sm90.fa3.store import store, wait_for_stores
-
-LOG2_E = 1.4426950408889634
-
-
-class Registers(Unchanged):
-    """A warpgroup's fragments, and its views of shared memory."""
-
-    def __init__(self, spec: Any, sm: Shared, mmas: tuple[Any, Any], thread: Int32, w: Int32):
-        self.mma_S, self.mma_O = mmas
-        part_S, part_O = self.mma_S.get_slice(thread), self.mma_O.get_slice(thread)
-        self.sQ, self.thread = sm.sQ[None, None, w], thread
-        self.tSrQ = self.mma_S.make_fragment_A(part_S.partition_A(self.sQ))
-        self.tSrK = self.mma_S.make_fragment_B(part_S.partition_B(sm.sK))
-        self.tOrV = self.mma_O.make_fragment_B(part_O.partition_B(sm.sV))
-        self.shape_S = self.mma_S.partition_shape_C((matmul.ROWS, spec.tile_kv))
-        shape_O = self.mma_O.partition_shape_C((matmul.ROWS, spec.head_dim_v))
-        self.acc_O = cute.make_rmem_tensor(shape_O, Float32)
-        self.rP = cute.make_rmem_tensor(self.shape_S, sm.sQ.element_type)
-        self.tOrP = matmul.as_operand_A(self.rP)
-        self.O = matmul.as_rows(self.acc_O)
-        self.factor = cute.make_rmem_tensor(matmul.THREAD_ROWS, Float32)
-
-    def read_Q(self) -> None:
-        """smem Q -> registers, where the multiply takes it from there."""
-        atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.sQ.element_type)
-        part = cute.make_tiled_copy_A(atom, self.mma_S).get_slice(self.thread)
-        cute.copy(atom, part.partition_S(self.sQ), part.retile(self.tSrQ))
-
-    def multiply_S(self, stage: Int32) -> cute.Tensor:
-        """The accumulator of S = Q K^T. A new one each time: what is kept over a loop costs."""
-        acc_S = cute.make_rmem_tensor(self.shape_S, Float32)
-        B = self.tSrK[None, None, None, stage]
-        matmul.gemm(self.mma_S, acc_S, self.tSrQ, B, accumulate=False)
-        return acc_S
-
-    def multiply_O(self, stage: Int32) -> None:
-        # O += P V
-        B = self.tOrV[None, None, None, stage]
-        matmul.gemm(self.mma_O, self.acc_O, self.tOrP, B, accumulate=True)
-
-    def convert_P(self, acc_S: cute.Tensor) -> None:
-        self.rP.store(acc_S.load().to(self.rP.element_type))
-
-    def rescale_O(self) -> None:
-        """O shrinks to its rows' new maxima."""
-        for r in range(matmul.THREAD_ROWS):
-            for c in range(cute.size(self.O, mode=[1])):
-                self.O[r, c] = self.O[r, c] * self.factor[r]
 
 
 @cute.jit
@@ -87,141 +39,222 @@ def compute(spec: Constexpr, op: Operands, sm: Shared, ch: Channels, mmas: Const
     """smem Q, K, V -> gmem O, LSE. All warpgroups but the first."""
     thread, _, _ = cute.arch.thread_idx()
     w = cute.arch.make_warp_uniform(thread // 128) - 1
-    thread = thread % 128
-    regs = Registers(spec, sm, mmas, thread, w)
-    scale_log2 = op.scale * LOG2_E
-    if const_expr(spec.has_softcap):
-        scale_log2 = op.softcap * LOG2_E  # the capped logit is in (-1, 1)
-    softmax = Softmax(
-        matmul.THREAD_ROWS,
-        matmul.ROW_LANES,
-        scale_log2,
-        spec.rescale_threshold,
-        spec.exp2_emulated,
-    )
-    if const_expr(spec.ping_pong and spec.warpgroups > 1):
+    regs = Registers(spec, op, sm, mmas, thread % 128, w)
+    if const_expr(spec.takes_turns):
         if w == spec.warpgroups - 1:  # the first turn is the first warpgroup's
             pass_turn(spec, w)
-    tiles, q_tiles, blocks = Int32(0), Int32(0), Int32(0)
-    ch.tile.wait_full(tiles)
-    tile = Tile.read(sm.sTile, ch.tile.index(tiles))
-    while tile.q_block >= 0:
-        ch.tile.release(tiles)
-        tiles += 1
-        begin, end = key_blocks(spec, op, tile)
-        softmax.reset()
-        regs.acc_O.fill(0.0)
-        if (end > begin) | spec.out_shares_q:
-            ch.q.wait_full(q_tiles)
-            q_tiles += 1
-        if end > begin:
-            attend(spec, op, ch, regs, softmax, tile, w, q_tiles - 1, blocks, begin, end)
-            blocks += end - begin
-        store(spec, op, sm, ch, regs, softmax, tile, w, q_tiles)
-        ch.tile.wait_full(tiles)
-        tile = Tile.read(sm.sTile, ch.tile.index(tiles))
+    first = Int32(0)
+    ch.tile.wait_full(first)
+    tile = Tile.read(sm.sTile, ch.tile.index(first))
+    if tile.q_block >= 0:
+        ch.tile.release(first)
+        if const_expr(spec.overlap):
+            attend_tiles(spec, op, sm, ch, regs, tile)
+        else:
+            attend_tiles_in_order(spec, op, sm, ch, regs, tile)
     if const_expr(not spec.packed):
-        wait_for_stores(thread)
+        wait_for_stores(thread % 128)
 
 
 @cute.jit
-def attend(
+def attend_tiles(
+    spec: Constexpr, op: Operands, sm: Shared, ch: Channels, regs: Constexpr, tile: Tile
+):
+    """All tiles of this CTA, from its first one on. Tiles and key blocks count from 0."""
+    tiles, blocks = Int32(0), Int32(0)
+    start_tile(spec, op, ch, regs, tile, tiles, blocks)
+    is_left = Boolean(True)
+    while is_left:
+        regs.acc_O.fill(0.0)
+        begin, end = key_blocks(spec, op, tile)
+        for back in cutlass.range(1, end - begin, unroll=1):
+            attend_block(spec, op, ch, regs, tile, blocks + back, end - 1 - back)
+        blocks += end - begin
+        ch.tile.wait_full(tiles + 1)
+        following = Tile.read(sm.sTile, ch.tile.index(tiles + 1))
+        is_left = following.q_block >= 0
+        if is_left:
+            ch.tile.release(tiles + 1)
+            turn_over(spec, op, sm, ch, regs, tile, following, tiles, blocks)
+            tile = following
+            tiles += 1
+    last_multiply(spec, ch, regs, tiles, blocks - 1)
+    store(spec, op, sm, ch, regs, tile, tiles)
+
+
+@cute.jit
+def start_tile(
     spec: Constexpr,
     op: Operands,
     ch: Channels,
     regs: Constexpr,
-    softmax: Constexpr,
     tile: Tile,
-    w: Int32,
-    q_tiles: Int32,
-    blocks: Int32,
-    begin: Int32,
-    end: Int32,
+    tiles: Int32,
+    n: Int32,
 ):
-    """O and the softmax's state of one tile, over its key blocks from the last to the first."""
-    if const_expr(spec.q_in_registers):
-        regs.read_Q()
-        if const_expr(not spec.out_shares_q):
-            ch.q.release(q_tiles)
-    if const_expr(spec.overlap):
-        attend_overlapped(spec, op, ch, regs, softmax, tile, w, blocks, begin, end)
-    else:
-        attend_in_order(spec, op, ch, regs, softmax, tile, w, blocks, begin, end)
-    if const_expr(not spec.out_shares_q and not spec.q_in_registers):
-        ch.q.release(q_tiles)
-
-
-@cute.jit
-def attend_overlapped(
-    spec: Constexpr,
-    op: Operands,
-    ch: Channels,
-    regs: Constexpr,
-    softmax: Constexpr,
-    tile: Tile,
-    w: Int32,
-    blocks: Int32,
-    begin: Int32,
-    end: Int32,
-):
-    """The next block's S is issued before this block's P V, and runs under its softmax."""
-    ch.k.wait_full(blocks)
-    acc_S = regs.multiply_S(ch.k.index(blocks))
+    """P of the tile's last block, which is number `n`, with nothing to run under it."""
+    take_Q(spec, ch, regs, tiles)
+    ch.k.wait_full(n)
+    acc_S = regs.multiply_S(ch.k.index(n))
     matmul.wait(0)
-    ch.k.release(blocks)
-    make_P(spec, op, matmul.as_rows(acc_S), regs.factor, softmax, tile, w, end - 1)
+    ch.k.release(n)
+    start_softmax(spec, op, regs, acc_S, tile)
+
+
+@cute.jit
+def attend_block(
+    spec: Constexpr, op: Operands, ch: Channels, regs: Constexpr, tile: Tile, n: Int32, block: Int32
+):
+    """S of key block `block`, which is number `n`, over P V of the one before; then its P."""
+    ch.k.wait_full(n)
+    take_turn(spec, regs.w)
+    acc_S = regs.multiply_S(ch.k.index(n))
+    ch.v.wait_full(n - 1)
+    regs.multiply_O(ch.v.index(n - 1))
+    pass_turn(spec, regs.w)
+    matmul.wait(1)
+    ch.k.release(n)
+    make_P(spec, op, regs, matmul.as_rows(acc_S), tile, block)
+    matmul.wait(0)
+    ch.v.release(n - 1)
     regs.convert_P(acc_S)
-    for back in cutlass.range(1, end - begin, unroll=1):
-        n = blocks + back
+    rescale(spec, regs)
+
+
+@cute.jit
+def turn_over(
+    spec: Constexpr,
+    op: Operands,
+    sm: Shared,
+    ch: Channels,
+    regs: Constexpr,
+    tile: Tile,
+    following: Tile,
+    tiles: Int32,
+    n: Int32,
+):
+    """The end of tile number `tiles` over the beginning of the next, whose first block is `n`."""
+    if const_expr(spec.carries_on):
+        take_Q(spec, ch, regs, tiles + 1)
         ch.k.wait_full(n)
-        take_turn(spec, w)
+        take_turn(spec, regs.w)
         acc_S = regs.multiply_S(ch.k.index(n))
         ch.v.wait_full(n - 1)
         regs.multiply_O(ch.v.index(n - 1))
-        pass_turn(spec, w)
-        matmul.wait(1)
-        ch.k.release(n)
-        make_P(spec, op, matmul.as_rows(acc_S), regs.factor, softmax, tile, w, end - 1 - back)
+        pass_turn(spec, regs.w)
         matmul.wait(0)
+        ch.k.release(n)
         ch.v.release(n - 1)
-        regs.convert_P(acc_S)
-        rescale(spec, regs)
-    last = blocks + end - begin - 1
-    ch.v.wait_full(last)
-    regs.multiply_O(ch.v.index(last))
-    matmul.wait(0)
-    ch.v.release(last)
+        store(spec, op, sm, ch, regs, tile, tiles)
+        start_softmax(spec, op, regs, acc_S, following)
+    else:
+        last_multiply(spec, ch, regs, tiles, n - 1)
+        store(spec, op, sm, ch, regs, tile, tiles)
+        start_tile(spec, op, ch, regs, following, tiles + 1, n)
 
 
 @cute.jit
-def attend_in_order(
-    spec: Constexpr,
-    op: Operands,
-    ch: Channels,
-    regs: Constexpr,
-    softmax: Constexpr,
-    tile: Tile,
-    w: Int32,
-    blocks: Int32,
-    begin: Int32,
-    end: Int32,
+def last_multiply(spec: Constexpr, ch: Channels, regs: Constexpr, tiles: Int32, n: Int32):
+    """O += P V of a tile's first block, which is number `n` and the last to be done."""
+    if const_expr(spec.frees_q_early and not spec.q_in_registers):
+        ch.q.release(tiles)
+    ch.v.wait_full(n)
+    regs.multiply_O(ch.v.index(n))
+    matmul.wait(0)
+    ch.v.release(n)
+
+
+@cute.jit
+def attend_tiles_in_order(
+    spec: Constexpr, op: Operands, sm: Shared, ch: Channels, regs: Constexpr, tile: Tile
 ):
-    """S, softmax, P V, one after the other: only the other warpgroups fill the tensor cores."""
-    for back in cutlass.range(0, end - begin, unroll=1):
-        n = blocks + back
-        ch.k.wait_full(n)
-        take_turn(spec, w)
-        acc_S = regs.multiply_S(ch.k.index(n))
-        matmul.wait(0)
-        ch.k.release(n)
-        pass_turn(spec, w)
-        make_P(spec, op, matmul.as_rows(acc_S), regs.factor, softmax, tile, w, end - 1 - back)
-        rescale(spec, regs)
-        regs.convert_P(acc_S)
-        ch.v.wait_full(n)
-        regs.multiply_O(ch.v.index(n))
-        matmul.wait(0)
-        ch.v.release(n)
+    """S, softmax, P V, one after the other: only other warpgroups fill the tensor cores."""
+    tiles, blocks = Int32(0), Int32(0)
+    while tile.q_block >= 0:
+        take_Q(spec, ch, regs, tiles)
+        regs.acc_O.fill(0.0)
+        regs.softmax.reset()
+        begin, end = key_blocks(spec, op, tile)
+        for back in cutlass.range(0, end - begin, unroll=1):
+            n = blocks + back
+            ch.k.wait_full(n)
+            take_turn(spec, regs.w)
+            acc_S = regs.multiply_S(ch.k.index(n))
+            matmul.wait(0)
+            pass_turn(spec, regs.w)
+            ch.k.release(n)
+            make_P(spec, op, regs, matmul.as_rows(acc_S), tile, end - 1 - back)
+            rescale(spec, regs)
+            regs.convert_P(acc_S)
+            ch.v.wait_full(n)
+            regs.multiply_O(ch.v.index(n))
+            matmul.wait(0)
+            ch.v.release(n)
+        if const_expr(spec.frees_q_early and not spec.q_in_registers):
+            ch.q.release(tiles)
+        blocks += end - begin
+        store(spec, op, sm, ch, regs, tile, tiles)
+        tiles += 1
+        ch.tile.wait_full(tiles)
+        tile = Tile.read(sm.sTile, ch.tile.index(tiles))
+        if tile.q_block >= 0:
+            ch.tile.release(tiles)
+
+
+@cute.jit
+def take_Q(spec: Constexpr, ch: Channels, regs: Constexpr, tiles: Int32):
+    """Wait for the tile's Q, and move it to the registers if that is where it is to be."""
+    ch.q.wait_full(tiles)
+    if const_expr(spec.q_in_registers):
+        regs.read_Q()
+        if const_expr(spec.frees_q_early):
+            ch.q.release(tiles)
+
+
+@cute.jit
+def start_softmax(
+    spec: Constexpr, op: Operands, regs: Constexpr, acc_S: cute.Tensor, tile: Tile
+):
+    """P of a tile's last block, the first to be done."""
+    regs.softmax.reset()
+    _, end = key_blocks(spec, op, tile)
+    make_P(spec, op, regs, matmul.as_rows(acc_S), tile, end - 1)
+    regs.convert_P(acc_S)
+
+
+@cute.jit
+def make_P(
+    spec: Constexpr, op: Operands, regs: Constexpr, S: cute.Tensor, tile: Tile, block: Int32
+):
+    """S (row, col) of key block `block` -> P, in place."""
+    if const_expr(spec.has_softcap):
+        for r in cutlass.range_constexpr(matmul.THREAD_ROWS):
+            for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
+                S[r, c] = tanh(S[r, c] * (op.scale / op.softcap))
+    hide(spec, op, regs, S, tile, block)
+    regs.softmax.step(S, regs.factor)
+
+
+@cute.jit
+def hide(spec: Constexpr, op: Operands, regs: Constexpr, S: cute.Tensor, tile: Tile, block: Int32):
+    """Mask the scores, if any of this warpgroup's may be hidden."""
+    limits = band(spec, op)
+    first_key = block * spec.tile_kv
+    row = tile.q_block * spec.tile_q + regs.w * matmul.ROWS
+    first, _ = limits.limits(row + matmul.ROWS - 1, tile.seqlen_q, tile.seqlen_k)
+    _, past = limits.limits(row, tile.seqlen_q, tile.seqlen_k)
+    is_cut = first_key + spec.tile_kv > past
+    if const_expr(spec.bounded_left):
+        is_cut = is_cut | (first_key < first)
+    if is_cut:
+        mine = row + regs.thread // 32 * 16 + regs.thread % 32 // matmul.ROW_LANES
+        column = first_key + 2 * (regs.thread % matmul.ROW_LANES)
+        firsts, pasts = [], []
+        for r in cutlass.range_constexpr(matmul.THREAD_ROWS):
+            first, past = limits.limits(mine + 8 * r, tile.seqlen_q, tile.seqlen_k)
+            firsts.append(first - column if const_expr(spec.bounded_left) else None)
+            pasts.append(past - column)
+        mask_scores(S, matmul.columns_of_thread(spec.tile_kv), firsts, pasts)
 
 
 @cute.jit
@@ -235,58 +268,14 @@ def rescale(spec: Constexpr, regs: Constexpr):
         regs.rescale_O()
 
 
-@cute.jit
-def make_P(
-    spec: Constexpr,
-    op: Operands,
-    S: cute.Tensor,
-    factor: cute.Tensor,
-    softmax: Constexpr,
-    tile: Tile,
-    w: Int32,
-    block: Int32,
-):
-    """S of key block `block` -> P, in registers."""
-    if const_expr(spec.has_softcap):
-        for r in cutlass.range_constexpr(matmul.THREAD_ROWS):
-            for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
-                S[r, c] = tanh(S[r, c] * (op.scale / op.softcap))
-    hide(spec, op, S, tile, w, block)
-    softmax.step(S, factor)
-
-
-@cute.jit
-def hide(spec: Constexpr, op: Operands, S: cute.Tensor, tile: Tile, w: Int32, block: Int32):
-    """Mask the scores, if any of this tile's may be hidden."""
-    lane = cute.arch.lane_idx()
-    limits = band(spec, op)
-    first_key = block * spec.tile_kv
-    row = tile.q_block * spec.tile_q + w * matmul.ROWS
-    first, _ = limits.limits(row + matmul.ROWS - 1, tile.seqlen_q, tile.seqlen_k)
-    _, past = limits.limits(row, tile.seqlen_q, tile.seqlen_k)
-    is_cut = first_key + spec.tile_kv > past
-    if const_expr(spec.bounded_left):
-        is_cut = is_cut | (first_key < first)
-    if is_cut:
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
-        mine = row + 16 * warp + lane // matmul.ROW_LANES
-        column = first_key + 2 * (lane % matmul.ROW_LANES)
-        firsts, pasts = [], []
-        for r in cutlass.range_constexpr(matmul.THREAD_ROWS):
-            first, past = limits.limits(mine + 8 * r, tile.seqlen_q, tile.seqlen_k)
-            firsts.append(first - column if const_expr(spec.bounded_left) else None)
-            pasts.append(past - column)
-        mask_scores(S, matmul.columns_of_thread(spec.tile_kv), firsts, pasts)
-
-
 def take_turn(spec: Any, w: Int32) -> None:
     """Wait until it is this warpgroup's turn to issue multiplies."""
-    if spec.ping_pong and spec.warpgroups > 1:
+    if spec.takes_turns:
         cute.arch.barrier(barrier_id=Sync.TURN + w, number_of_threads=256)
 
 
 def pass_turn(spec: Any, w: Int32) -> None:
     """The next warpgroup may issue, while this one does its softmax."""
-    if spec.ping_pong and spec.warpgroups > 1:
+    if spec.takes_turns:
         following = Int32(cutlass.select_(w == spec.warpgroups - 1, Int32(0), w + 1))
         cute.arch.barrier_arrive(barrier_id=Sync.TURN + following, number_of_threads=256)

@@ -135,8 +135,8 @@ class Forward:
         ch = Channels(
             tile=ring(smem, TILE_SLOTS),
             q=ring(smem, 1),
-            k=ring(smem, spec.kv_stages),
-            v=ring(smem, spec.kv_stages),
+            k=ring(smem, spec.k_stages),
+            v=ring(smem, spec.v_stages),
             tail=ring(smem, 1),
         )
         sTile = smem.allocate_tensor(Int32, cute.make_layout((TILE_WORDS, TILE_SLOTS)), 16)
@@ -177,8 +177,8 @@ def smem_layouts(spec: ForwardSpec) -> tuple[Any, ...]:
     dtype = DTYPES[spec.dtype]
     return (
         matmul.rows_layout(dtype, spec.head_dim, spec.warpgroups),
-        matmul.keys_layout(dtype, spec.tile_kv, spec.head_dim, spec.kv_stages),
-        matmul.values_layout(dtype, spec.tile_kv, spec.head_dim_v, spec.kv_stages),
+        matmul.keys_layout(dtype, spec.tile_kv, spec.head_dim, spec.k_stages),
+        matmul.values_layout(dtype, spec.tile_kv, spec.head_dim_v, spec.v_stages),
         matmul.rows_layout(dtype, spec.head_dim_v, spec.warpgroups),
     )
 

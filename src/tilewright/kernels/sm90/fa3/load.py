@@ -43,12 +43,11 @@ def rows_of(spec: Any, tensor: cute.Tensor, head: Int32, batch: Int32, start: In
 def load(spec: Constexpr, op: Operands, sm: Shared, ch: Channels):
     """gmem Q, K, V -> smem. One warp."""
     group = op.heads_q // op.heads_k
-    tiles, q_tiles, blocks, tails = Int32(0), Int32(0), Int32(0), Int32(0)
+    tiles, blocks, tails = Int32(0), Int32(0), Int32(0)
     ch.tile.wait_full(tiles)
     tile = Tile.read(sm.sTile, ch.tile.index(tiles))
     while tile.q_block >= 0:
         ch.tile.release(tiles)
-        tiles += 1
         begin, end = key_blocks(spec, op, tile)
         head_k = tile.head // group
         mQ = rows_of(spec, op.q.tensor, tile.head, tile.batch, tile.q_start, 0)
@@ -60,24 +59,20 @@ def load(spec: Constexpr, op: Operands, sm: Shared, ch: Channels):
         tQsQ, tQgQ = views(op.q, gQ, sm.sQ)
         tKsK, tKgK = views(op.k, gK, sm.sK)
         tVsV, tVgV = views(op.v, gV, sm.sV)
-        if end > begin:
-            # K first: its slot may be free while the last tile's Q is still being read.
-            load_block(op.k, ch.k, tKgK, tKsK, blocks, end - 1)
-        if (end > begin) | spec.out_shares_q:
-            # Where O leaves through Q's memory, a tile without keys takes its turn there too.
-            ch.q.wait_empty(q_tiles)
-            full = ch.q.expect(q_tiles, spec.tile_q * spec.head_dim * 2)
-            for w in cutlass.range_constexpr(spec.warpgroups):
-                block = tile.q_block * spec.warpgroups + w
-                cute.copy(op.q.copy, tQgQ[None, block], tQsQ[None, w], tma_bar_ptr=full)
-            q_tiles += 1
-        if end > begin:
-            for back in cutlass.range(1, end - begin, unroll=1):
-                load_block(op.k, ch.k, tKgK, tKsK, blocks + back, end - 1 - back)
-                n, block = blocks + back - 1, end - back
-                tails = load_values(spec, op, sm, ch, (tVgV, tVsV), n, block, tile, tails)
-            blocks += end - begin
-            tails = load_values(spec, op, sm, ch, (tVgV, tVsV), blocks - 1, begin, tile, tails)
+        # K first: its slot may be free while the last tile's Q is still being read.
+        load_block(op.k, ch.k, tKgK, tKsK, blocks, end - 1)
+        ch.q.wait_empty(tiles)
+        full = ch.q.expect(tiles, spec.tile_q * spec.head_dim * 2)
+        for w in cutlass.range_constexpr(spec.warpgroups):
+            block = tile.q_block * spec.warpgroups + w
+            cute.copy(op.q.copy, tQgQ[None, block], tQsQ[None, w], tma_bar_ptr=full)
+        for back in cutlass.range(1, end - begin, unroll=1):
+            load_block(op.k, ch.k, tKgK, tKsK, blocks + back, end - 1 - back)
+            n, block = blocks + back - 1, end - back
+            tails = load_values(spec, op, sm, ch, (tVgV, tVsV), n, block, tile, tails)
+        blocks += end - begin
+        tails = load_values(spec, op, sm, ch, (tVgV, tVsV), blocks - 1, begin, tile, tails)
+        tiles += 1
         ch.tile.wait_full(tiles)
         tile = Tile.read(sm.sTile, ch.tile.index(tiles))
 
@@ -119,7 +114,7 @@ def load_values(
             slot = ch.v.index(n)
             cute.copy(op.v.copy, tVgV[None, block], tVsV[None, slot], tma_bar_ptr=arrived)
             ch.tail.wait_full(tails)
-            zero_rows(sm.sV[None, None, slot], rows)
+            zero_rows(sm.sV[None, None, slot], cutlass.max(rows, 0))
             # Orders the zeros before the multiplies that read them.
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()

@@ -120,9 +120,11 @@ def band(spec: Any, op: Operands) -> Band:
 
 
 def key_blocks(spec: Any, op: Operands, tile: Tile) -> tuple[Int32, Int32]:
-    """The first key block that a tile visits and the one past the last; equal if it visits none."""
+    """The first key block that a tile visits and the one past the last.
+
+    A tile that sees no key visits one block, all of it masked: every tile then goes the same way.
+    """
     q_first = tile.q_block * spec.tile_q
     q_last = cutlass.min(q_first + spec.tile_q, tile.seqlen_q) - 1
     begin, end = band(spec, op).blocks(q_first, q_last, tile.seqlen_q, tile.seqlen_k, spec.tile_kv)
-    # Rows of a packed sequence that are not used are there to be written, and visit nothing.
-    return begin, Int32(cutlass.select_(q_first < tile.seqlen_q, end, begin))
+    return begin, cutlass.max(end, begin + 1)

@@ -31,7 +31,8 @@ class ForwardSpec:
 
     tile_q: int = 128
     tile_kv: int = 128
-    kv_stages: int = 2
+    k_stages: int = 2
+    v_stages: int = 2
     out_shares_q: bool = False  # O leaves through Q's shared memory
     q_in_registers: bool = False
     ping_pong: bool = True  # warpgroups take turns at issuing matrix multiplies
@@ -47,6 +48,20 @@ class ForwardSpec:
         return self.tile_q // MMA_ROWS
 
     @property
+    def takes_turns(self) -> bool:
+        return self.ping_pong and self.warpgroups > 1
+
+    @property
+    def frees_q_early(self) -> bool:
+        """The next tile's Q may be loaded before this one's O is stored."""
+        return not self.out_shares_q
+
+    @property
+    def carries_on(self) -> bool:
+        """The next tile's first S is issued before this one's O is stored."""
+        return self.overlap and self.q_in_registers and self.frees_q_early
+
+    @property
     def threads(self) -> int:
         return 128 * (self.warpgroups + 1)
 
@@ -58,7 +73,7 @@ class ForwardSpec:
     @property
     def smem_bytes(self) -> int:
         q = self.tile_q * self.head_dim
-        kv = self.kv_stages * self.tile_kv * (self.head_dim + self.head_dim_v)
+        kv = self.tile_kv * (self.k_stages * self.head_dim + self.v_stages * self.head_dim_v)
         out = self.tile_q * self.head_dim_v
         rows = max(q, out) if self.out_shares_q else q + out
         return 2 * (rows + kv) + BARRIER_BYTES

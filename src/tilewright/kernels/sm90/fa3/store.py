@@ -22,18 +22,15 @@ def store(
     sm: Shared,
     ch: Channels,
     regs: Constexpr,
-    softmax: Constexpr,
     tile: Tile,
-    w: Int32,
-    q_tiles: Int32,
+    tiles: Int32,
 ):
     """registers O, LSE -> gmem. One warpgroup, its 64 rows."""
-    lane = cute.arch.lane_idx()
-    warp_in_group = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
-    first = tile.q_block * spec.tile_q + w * matmul.ROWS
-    mine = first + 16 * warp_in_group + lane // matmul.ROW_LANES
+    lane = regs.thread % 32
+    first = tile.q_block * spec.tile_q + regs.w * matmul.ROWS
+    mine = first + 16 * (regs.thread // 32) + lane // matmul.ROW_LANES
     lse = cute.make_rmem_tensor(matmul.THREAD_ROWS, Float32)
-    softmax.finish(op.mSink[tile.head].to(Float32) * LOG2_E, regs.factor, lse)
+    regs.softmax.finish(op.mSink[tile.head].to(Float32) * LOG2_E, regs.factor, lse)
     mLSE = op.mLSE[None, tile.head] if const_expr(spec.packed) else (
         op.mLSE[None, tile.head, tile.batch]
     )
@@ -47,9 +44,9 @@ def store(
             # A row without keys is 0, whatever lies in V.
             scaled = regs.O[r, c] * factor
             regs.O[r, c] = select(factor == 0.0, 0.0, scaled)
-    copy_out(spec, op, sm, regs, tile, w, first)
+    copy_out(spec, op, sm, regs, tile, first)
     if const_expr(spec.out_shares_q):
-        ch.q.release(q_tiles - 1)
+        ch.q.release(tiles)
 
 
 @cute.jit
@@ -59,12 +56,10 @@ def copy_out(
     sm: Shared,
     regs: Constexpr,
     tile: Tile,
-    w: Int32,
     first: Int32,
 ):
     """O in registers -> smem -> gmem."""
-    thread, _, _ = cute.arch.thread_idx()
-    thread = thread % 128
+    thread, w = regs.thread, regs.w
     sO = sm.sO[None, None, w]  # (64, d)
     leader = thread < 32
     if const_expr(not spec.packed and not spec.out_shares_q):
