@@ -1,0 +1,121 @@
+"""Kernel -> object code for an architecture, by CuTe DSL. Needs no GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tilewright.jit.key import Kernel
+
+_OPTIONS = (
+    "--enable-tvm-ffi --keep-ptx --keep-cubin --gpu-arch {arch} --dump-dir {folder}"
+    # ptxas tells what it spent only here; the remarks are where the DSL writes what it says.
+    " --ptxas-options '-v' --remark-filter .* --remark-output {folder}/remarks.yaml"
+)
+_ARCH = "CUTE_DSL_ARCH"
+_LOCK = threading.RLock()  # the DSL's state is the process's
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a thread, and a CTA, of a kernel takes."""
+
+    registers: int  # a thread's at launch; setmaxnreg moves them later
+    spill_stores: int  # bytes that a thread's store instructions write, each counted once
+    spill_loads: int
+    stack: int  # bytes a thread
+    smem: int  # bytes a CTA
+
+    @property
+    def spill_bytes(self) -> int:
+        return self.spill_stores + self.spill_loads
+
+
+@dataclass(frozen=True)
+class Compiled:
+    object: bytes  # exports the TVM FFI function of the kernel's name, and nothing else
+    ptx: bytes
+    cubin: bytes
+    resources: Resources
+    seconds: float
+
+
+def compile(kernel: Kernel) -> Compiled:
+    """Trace and compile a kernel. Takes seconds.
+
+    Raises ImportError without the DSL, ValueError for a name that C does not take, and RuntimeError
+    if the compiler says nothing of the resources.
+    """
+    name = str(kernel)
+    if not name.isidentifier() or "cutlass" in name:
+        # ptxas treats kernels with "cutlass" in their name differently (NVIDIA/cutlass 3389).
+        raise ValueError(f"kernel is {name!r}; want a C identifier without 'cutlass'")
+    with _LOCK, _target(kernel.arch), tempfile.TemporaryDirectory(prefix="tilewright-") as folder:
+        import cutlass.cute as cute  # pyright: ignore[reportMissingImports]
+
+        function, operands = kernel.trace()
+        _name(function, name)
+        started = time.perf_counter()
+        options = _OPTIONS.format(arch=kernel.arch, folder=folder)
+        compiled: Any = cute.compile(function, *operands, options=options)
+        exported = Path(folder, "kernel.o")
+        compiled.export_to_c(str(exported), function_name=name, export_only_tvm_ffi_symbols=True)
+        seconds = time.perf_counter() - started
+        (ptx,), (cubin,) = Path(folder).glob("*.ptx"), Path(folder).glob("*.cubin")
+        remarks = Path(folder, "remarks.yaml").read_text(encoding="utf-8")
+        return Compiled(
+            exported.read_bytes(), ptx.read_bytes(), cubin.read_bytes(), _read(remarks), seconds
+        )
+
+
+@contextmanager
+def _target(arch: str) -> Iterator[None]:
+    """Trace for `arch`, whatever GPU there is. The option of that name alone acts too late."""
+    before = os.environ.get(_ARCH)
+    os.environ[_ARCH] = arch  # read when the DSL is imported
+    try:
+        from cutlass.cutlass_dsl import CuTeDSL  # pyright: ignore[reportMissingImports]
+
+        environment: Any = CuTeDSL._get_dsl().envar
+        previous, environment.arch = environment._arch, arch
+        try:
+            yield
+        finally:
+            environment.arch = previous if before else None
+    finally:
+        os.environ.pop(_ARCH)
+        if before is not None:
+            os.environ[_ARCH] = before
+
+
+def _name(function: Any, name: str) -> None:
+    """Name the launched kernel, as profilers show it, and its host function."""
+    for member in vars(type(function)).values():
+        if hasattr(member, "set_name_prefix"):
+            member.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
+
+
+def _read(remarks: str) -> Resources:
+    """The resources, of the remarks of one kernel: what ptxas says, and the sum of allocations."""
+
+    def number(pattern: str, default: str | None = None) -> int:
+        found = re.findall(pattern, remarks) or ([default] if default else [])
+        if len(found) != 1:
+            raise RuntimeError(f"want one {pattern!r} in what the compiler says, got:\n{remarks}")
+        return int(found[0])
+
+    return Resources(
+        registers=number(r"Used (\d+) registers"),
+        spill_stores=number(r"(\d+) bytes spill stores"),
+        spill_loads=number(r"(\d+) bytes spill loads"),
+        stack=number(r"(\d+) bytes stack frame"),
+        smem=number(r"Shared memory allocated: (\d+) bytes", default="0"),
+    )
