@@ -122,6 +122,8 @@ def test_what_differs_in_one_operand_is_told_apart() -> None:
         (q, k, v[..., :4]),
         (q.bfloat16(), k, v),
         (q, k.to_sparse(), v),
+        (q, k.to_sparse_csr(), v),
+        (q, k.to_mkldnn(), v),
         (q.to("meta"), k, v),
         (q.to("meta"), k.to("meta"), v.to("meta")),
         (q[0], k, v),

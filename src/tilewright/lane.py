@@ -1,8 +1,9 @@
 """A short way for calls like earlier ones: what was decided once is not decided again.
 
 A call's key is all that its checks, the choice of its backend and the backend's preparation look
-at: shapes, strides, dtypes, devices, layouts and options. Only a plain eager call goes this way,
-one that nothing in PyTorch watches or changes; any other goes through the operator.
+at: shapes, strides, dtypes, devices and options. Only a plain eager call goes this way, one that
+nothing in PyTorch watches or changes; any other goes through the operator. (torch.jit.trace finds
+nothing here, because under it no shape equals another.)
 
 Options and operands are plain tuples here, because making a named one takes as long as finding a
 key.
@@ -19,7 +20,6 @@ from torch import Tensor, is_grad_enabled
 from torch._C import (
     _are_functorch_transforms_active,
     _AutoDispatchBelowAutograd,
-    _get_tracing_state,
     _is_any_autocast_enabled,
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
@@ -103,10 +103,15 @@ def _key(
     for x in operands:
         if x is None:
             key.append(None)
-        elif type(x) not in _TENSORS or (wants_graph and x.requires_grad) or x.is_neg():
+        elif (
+            type(x) not in _TENSORS
+            or x.layout is not torch.strided
+            or (wants_graph and x.requires_grad)
+            or x.is_neg()
+        ):
             return None
         else:
-            key.append((x.shape, x.stride(), x.dtype, x.device, x.layout))
+            key.append((x.shape, x.stride(), x.dtype, x.device))
     return tuple(key)
 
 
@@ -117,7 +122,6 @@ def _is_watched() -> bool:
         or _are_functorch_transforms_active()
         or _len_torch_dispatch_stack() > 0
         or _len_torch_function_stack() > 0
-        or _get_tracing_state() is not None
         or _profiler_enabled()
         or forward_ad._current_level >= 0
     )
