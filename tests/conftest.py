@@ -9,6 +9,7 @@ import torch
 from hypothesis import settings
 
 from tests.paths import Path
+from tests.problems import usual_dtype
 
 # A deadline measures the machine; the first call of an operator alone can take a second. Examples
 # are derandomized so that a check of a change does not fail for what it did not touch; to search
@@ -24,7 +25,7 @@ torch.set_num_threads(1)
 
 _ON_GPU = [
     pytest.param(Path(name, "cuda"), marks=pytest.mark.gpu, id=f"{name}-cuda")
-    for name in ("default", "portable")
+    for name in ("default", "portable", "fa3")
 ]
 _TILED = [pytest.param(Path(name), id=name) for name in ("oracle", "default", "portable")]
 
@@ -38,15 +39,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(params=[*_TILED, pytest.param(Path("cpu_fused"), id="cpu_fused"), *_ON_GPU])
-def path(request: pytest.FixtureRequest) -> Path:
+def path(request: pytest.FixtureRequest) -> Iterator[Path]:
     """Every way to compute attention, for calls that each of them can take."""
-    return request.param
+    yield from _with_its_dtype(request.param)
 
 
 @pytest.fixture(params=[*_TILED, *_ON_GPU])
-def tiled_path(request: pytest.FixtureRequest) -> Path:
+def tiled_path(request: pytest.FixtureRequest) -> Iterator[Path]:
     """As `path`, for what PyTorch's fused kernel cannot take: softcap, left bounds, scale <= 0."""
-    return request.param
+    yield from _with_its_dtype(request.param)
+
+
+def _with_its_dtype(path: Path) -> Iterator[Path]:
+    token = usual_dtype.set(path.usual_dtype)
+    yield path
+    usual_dtype.reset(token)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,17 +56,22 @@ class Batch:
         return [replace(self, sequences=(x,)) for x in self.sequences]
 
 
+# What rows are made of where a test does not say; a path that takes half precisions only sets it.
+usual_dtype = ContextVar("usual_dtype", default=torch.float32)
+
+
 def random_batch(
     lengths: Sequence[tuple[int, int]],
     heads: tuple[int, int] = (2, 2),
     dims: tuple[int, int] = (16, 16),
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     with_sink: bool = False,
     with_dlse: bool = False,
     seed: int = 0,
 ) -> Batch:
     """Normal rows; `lengths` are (seqlen_q, seqlen_k), `heads` of q and k, `dims` D and Dv."""
     rng = torch.Generator().manual_seed(seed)
+    dtype = dtype or usual_dtype.get()
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=rng, dtype=torch.float64).to(dtype)
@@ -90,12 +96,14 @@ def random_qkv(
     keys: int,
     heads: tuple[int, int] = (2, 2),
     dim: int = 16,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q (batch, rows, heads, dim), k and v (batch, keys, heads, dim), for the public functions."""
     rng = torch.Generator().manual_seed(rows + 1000 * keys)
     q, k, v = (
-        torch.randn(batch, length, count, dim, generator=rng, dtype=torch.float64).to(dtype)
+        torch.randn(batch, length, count, dim, generator=rng, dtype=torch.float64).to(
+            dtype or usual_dtype.get()
+        )
         for length, count in ((rows, heads[0]), (keys, heads[1]), (keys, heads[1]))
     )
     return q, k, v

@@ -35,6 +35,7 @@ def assert_complete(explanation: Explanation) -> None:
         ({"softcap": 5.0}, "portable", "softcap"),
         ({"causal": True, "scale": -1.0}, "portable", "scale=-1.0"),
         ({"backend": "portable"}, "portable", "another backend was asked for"),
+        ({}, "cpu_fused", "FA-3 runs on CUDA devices of compute capability 9.0; cpu is none"),
     ],
     ids=str,
 )

@@ -91,6 +91,7 @@ def test_operands_may_have_any_strides(
     """Called with contiguous operands, with views of the same shape, and with the first again."""
     if path.name == "oracle":
         pytest.skip("the oracle takes what PyTorch's matmul takes")
+    path.skip_what_it_refuses(dtype, "varlen" if packed else "dense", 16)
     operands = [x.to(path.device) for x in random_qkv(2, 65, 65, dtype=dtype)]
     want = forward_and_backward(path, *operands, packed)
     views = view(*operands)
@@ -124,7 +125,12 @@ def test_expanded_heads_equal_repeated_ones_and_gqa(path: Path, dims: tuple[int,
     grouped = forward_and_backward(path, q, k, v, False)
     for a, b, c in zip(expanded, repeated, grouped, strict=True):
         torch.testing.assert_close(a, b)
-        torch.testing.assert_close(b if b.shape == c.shape else b.sum(2, keepdim=True), c)
+        summed = b if b.shape == c.shape else b.sum(2, keepdim=True)
+        # A sum of four roundings to bfloat16 is off by more than one of them.
+        limits = (
+            {} if c.dtype == torch.float32 else {"rtol": 0, "atol": 0.03 * c.abs().max().item()}
+        )
+        torch.testing.assert_close(summed, c, **limits)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "paged"])

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from tilewright import portable
+from tilewright.launch import fa3
 from tilewright.operands import Gradients, Operands, Saved
 from tilewright.portable import fused
 from tilewright.problem import AttentionProblem
@@ -40,6 +41,15 @@ class Backend:
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
+        Backend(
+            name="fa3",
+            summary="FA-3's kernel for Hopper; its backward pass is that of 'portable', tiled "
+            "exact attention in plain PyTorch",
+            why_not=fa3.why_not,
+            forward=fa3.forward,
+            backward=partial(portable.backward, fuse=False),
+            prepare=fa3.prepare,
+        ),
         Backend(
             name="cpu_fused",
             summary="PyTorch's fused CPU attention, cut and merged to the mask",

@@ -1,0 +1,273 @@
+"""Launches the FA-3 forward kernel: what it can compute, and how operands reach it.
+
+The kernel reads and writes through TMA, whose rows are contiguous, 16-byte aligned, and 16 bytes or
+multiples of that apart; operands that are not so are copied once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright import jit
+from tilewright.kernels import catalog
+from tilewright.launch import device
+from tilewright.masks import Mask
+from tilewright.operands import Operands
+from tilewright.problem import AttentionProblem
+
+CAPABILITY, ARCH = (9, 0), "sm_90a"
+DTYPES = ("float16", "bfloat16")
+ALIGNMENT = 16  # bytes, of TMA
+MULTIPLE = 8  # elements of these dtypes in that
+LARGEST_DIM = 256
+# Positions are int32, and a bound on either side must not carry them out of it.
+LONGEST = NO_BOUND = 1 << 30
+# The kernel's arithmetic is float32: scale must fit, and softcap and 1 / softcap.
+LARGEST_SCALE, SOFTCAPS = 2.0**100, (2.0**-100, 2.0**100)
+
+
+def why_not(problem: AttentionProblem) -> str | None:
+    """Why the kernel cannot compute a problem on its device, None if it can."""
+    return _why_not_there(problem) or _why_not_so(problem) or jit.why_unavailable(kernel(problem))
+
+
+def _why_not_there(problem: AttentionProblem) -> str | None:
+    wanted = "FA-3 runs on CUDA devices of compute capability 9.0"
+    if not problem.device.startswith("cuda"):
+        return f"{wanted}; {problem.device} is none"
+    seen = device.capability(problem.device)
+    if seen is None:
+        return f"{wanted}; PyTorch sees no GPU"
+    if seen != CAPABILITY:
+        return f"{wanted}; {problem.device} has {seen[0]}.{seen[1]}"
+    return None
+
+
+def _why_not_so(problem: AttentionProblem) -> str | None:
+    if problem.dtype not in DTYPES:
+        return f"FA-3 computes {' and '.join(DTYPES)}, not {problem.dtype}"
+    if problem.layout == "paged" or (problem.layout == "dense" and problem.ragged):
+        return "FA-3 has no KV cache: want a dense call without lengths, or a varlen call"
+    if problem.num_splits not in (None, 1):
+        return f"FA-3 does not split the keys, as num_splits={problem.num_splits} asks for"
+    for name, dim in (("dim", problem.head_dim), ("dim_v", problem.head_dim_v)):
+        if dim % MULTIPLE or dim > LARGEST_DIM:
+            return f"FA-3 takes head dims in steps of {MULTIPLE} up to {LARGEST_DIM}; {name}={dim}"
+    if max(problem.seqlen_q, problem.seqlen_k) > LONGEST:
+        return f"FA-3 counts rows up to 2**30, not {problem.seqlen_q} and {problem.seqlen_k}"
+    scale, softcap = problem.scoring.scale, problem.scoring.softcap
+    if abs(scale) > LARGEST_SCALE:
+        return f"FA-3 multiplies in float32, which scale={scale} would overflow"
+    if softcap is not None and not SOFTCAPS[0] <= softcap <= SOFTCAPS[1]:
+        return f"FA-3 divides in float32, where softcap={softcap} is out of range"
+    return None
+
+
+def kernel(problem: AttentionProblem) -> catalog.Kernel:
+    """The kernel for a problem that `_why_not_so` does not object to."""
+    mask = _mask(problem)
+    return _smallest(
+        (problem.dtype, problem.layout == "varlen", problem.scoring.softcap is not None),
+        (problem.head_dim, problem.head_dim_v, mask.left is not None, mask.right is not None),
+    )
+
+
+@lru_cache
+def _smallest(same: tuple[Any, ...], at_least: tuple[Any, ...]) -> catalog.Kernel:
+    """Of the kernels that do all that is wanted, the one that does the least besides."""
+
+    def does(kernel: catalog.Kernel) -> tuple[Any, ...]:
+        spec = kernel.spec
+        return spec.head_dim, spec.head_dim_v, spec.bounded_left, spec.bounded_right
+
+    able = (
+        kernel
+        for kernel in catalog.kernels(ARCH)
+        if kernel.family == catalog.FA3_FORWARD
+        and (kernel.spec.dtype, kernel.spec.packed, kernel.spec.has_softcap) == same
+        and all(have >= want for have, want in zip(does(kernel), at_least, strict=True))
+    )
+    return min(able, key=does)
+
+
+def _mask(problem: AttentionProblem) -> Mask:
+    # The longest of packed sequences is what the caller says it is, and a bound that was dropped
+    # for a wrong one would be a wrong result.
+    if problem.layout == "varlen":
+        return problem.scoring.mask
+    return problem.scoring.mask.simplified(problem.seqlen_q, problem.seqlen_k)
+
+
+# Takes operands as the kernel does, in the order of `Operands`, out and lse.
+Launch = Callable[[Sequence[Any], Tensor, Tensor], None]
+
+
+@lru_cache(maxsize=4096)
+def _launch(problem: AttentionProblem, where: torch.device, used: int) -> Launch:
+    """`used` has bit 0 for a seqused_q and bit 1 for a seqused_k."""
+    mask, scoring = _mask(problem), problem.scoring
+    left, right = (NO_BOUND if x is None else min(x, NO_BOUND) for x in (mask.left, mask.right))
+    run = jit.load(kernel(problem))
+    scale, softcap = float(scoring.scale), float(scoring.softcap or 0.0)
+    rest = (scale, softcap, left, right, used, device.processors(where))
+
+    def launch(operands: Sequence[Any], out: Tensor, lse: Tensor) -> None:
+        if device.current() != where.index:
+            with torch.cuda.device(where):
+                return launch(operands, out, lse)
+        q, k, v, sink, bounds_q, bounds_k, used_q, used_k, _ = operands
+        # TVM FFI takes the stream from PyTorch: the current one of the device that q is on.
+        run(
+            q,
+            k,
+            v,
+            out,
+            lse,
+            device.no_sink(where, out.shape[-2]) if sink is None else sink,
+            bounds_q,
+            bounds_k,
+            # `used` tells that one is not there; some tensor has to stand in for it.
+            bounds_q if used_q is None else used_q,
+            bounds_k if used_k is None else used_k,
+            device.tile_counter(where),
+            *rest,
+        )
+
+    return launch
+
+
+def _used(operands: Operands) -> int:
+    return (operands.seqused_q is not None) + 2 * (operands.seqused_k is not None)
+
+
+def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
+    """out, like q with v's head dim, and lse, (batch, heads_q, seqlen_q) or (heads_q, total_q).
+
+    On the tensors' own device, and on the caller's current stream there.
+    """
+    q = operands.q
+    of_out, of_lse = _shapes(operands)
+    out = torch.empty(*of_out, dtype=q.dtype, device=q.device)
+    lse = torch.empty(*of_lse, dtype=torch.float32, device=q.device)
+    if 0 in of_out:
+        return out, lse
+    if problem.batch == 0 or 0 in operands.k.shape:
+        return _without_keys(problem, operands, out, lse)
+    _launch(problem, q.device, _used(operands))(_readable(operands), out, lse)
+    return out, lse
+
+
+def prepare(
+    problem: AttentionProblem, like: Operands
+) -> Callable[[Sequence[Any]], tuple[Tensor, Tensor]]:
+    """`forward` for operands with the shapes, strides, dtypes and device of `like`.
+
+    What those decide is decided here. It takes operands in the order of `Operands`, none of them
+    with PyTorch's negative bit.
+    """
+    dtype, where = like.q.dtype, like.q.device
+    of_out, of_lse = _shapes(like)
+    if problem.batch == 0 or 0 in of_out or 0 in like.k.shape or not _has_readable_strides(like):
+        return lambda operands: forward(problem, Operands(*operands))
+    launch = _launch(problem, where, _used(like))
+
+    def run(operands: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        q, k, v = operands[:3]
+        if not (_is_aligned(q) and _is_aligned(k) and _is_aligned(v)):
+            return forward(problem, Operands(*operands))
+        out = torch.empty(*of_out, dtype=dtype, device=where)
+        lse = torch.empty(*of_lse, dtype=torch.float32, device=where)
+        launch(operands, out, lse)
+        return out, lse
+
+    return run
+
+
+def _shapes(operands: Operands) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Those of out and lse."""
+    *batch, rows, heads, _ = operands.q.shape
+    return (*batch, rows, heads, operands.v.shape[-1]), (*batch, heads, rows)
+
+
+def _without_keys(
+    problem: AttentionProblem, operands: Operands, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rows of no sequence, or of sequences without keys: TMA has no tensors of size 0."""
+    sink = operands.sink
+    if problem.batch == 0 or sink is None:
+        return out.zero_(), lse.fill_(-math.inf)
+    if problem.layout == "dense":
+        return out.zero_(), lse.copy_(sink[:, None])
+    # Which rows have the sink for an lse, and which belong to no sequence, the kernel knows.
+    k, v = (x.new_zeros(1, *x.shape[1:]) for x in (operands.k, operands.v))
+    with_keys = operands._replace(k=k, v=v)
+    _launch(problem, out.device, _used(operands))(_readable(with_keys), out, lse)
+    return out, lse
+
+
+def _readable(operands: Operands) -> Operands:
+    """The same values where the kernel can read them; what it cannot read is copied."""
+    q, k, v, sink, *lengths = operands
+    return Operands(
+        _for_tma(q),
+        _for_tma(k),
+        _for_tma(v),
+        None if sink is None else _in_a_row(sink.to(torch.float32)),
+        *(None if x is None else _in_a_row(x) for x in lengths),
+    )
+
+
+def _is_aligned(x: Tensor) -> bool:
+    return x.data_ptr() % ALIGNMENT == 0
+
+
+def _has_readable_strides(operands: Operands) -> bool:
+    """Whether `_readable` changes nothing about operands that are aligned."""
+    q, k, v, sink, *lengths = operands
+    return (
+        all(_legal_strides(x.shape, x.stride()) == x.stride() for x in (q, k, v))
+        and (sink is None or sink.dtype == torch.float32)
+        and all(x is None or x.stride() == (1,) for x in (sink, *lengths))
+    )
+
+
+def _for_tma(x: Tensor) -> Tensor:
+    legal = _legal_strides(x.shape, x.stride())
+    if legal is None or not _is_aligned(x) or x.is_neg():
+        return _copy(x)
+    return x if legal == x.stride() else x.as_strided(x.shape, legal)
+
+
+def _in_a_row(x: Tensor) -> Tensor:
+    return _copy(x) if x.stride() != (1,) or x.is_neg() else x
+
+
+def _copy(x: Tensor) -> Tensor:
+    # Tensor.contiguous returns the tensor itself if only its address, or the stride of a
+    # dimension of size 1, is illegal. A copy of what is negated lazily has the values themselves.
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+@lru_cache(maxsize=4096)
+def _legal_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Strides that reach the same elements and that TMA takes; None if there are none.
+
+    A dimension of size 1 is never stepped along, yet its stride must be legal.
+    """
+    *outer, last = strides
+    sizes = shape[:-1]
+    legal = [
+        MULTIPLE if size == 1 and not _is_legal(x) else x
+        for size, x in zip(sizes, outer, strict=True)
+    ]
+    return (*legal, 1) if last == 1 and all(map(_is_legal, legal)) else None
+
+
+def _is_legal(stride: int) -> bool:
+    return stride > 0 and stride % MULTIPLE == 0

@@ -1,0 +1,42 @@
+"""The FA-3 backend on the CPU, with a stand-in for the kernel and for the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.launch.standin import PROCESSORS, StandIn, poisoned_empty
+from tilewright import jit, lane
+from tilewright.launch import device, fa3
+from tilewright.torch_ops import ops
+
+
+def forget() -> None:
+    """All that was decided for a machine."""
+    for cache in (fa3._launch, ops._plan, device.capability):
+        cache.cache_clear()
+    for kept in (lane._prepared, device._counters, device._no_sinks):
+        kept.clear()
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    """The CPU passes for a GPU that FA-3 runs on, and memory is NaN before it is written."""
+    standin = StandIn()
+    nothing = SimpleNamespace(synchronize=lambda: None)
+    with monkeypatch.context() as patch:
+        forget()
+        patch.setattr(jit, "load", standin.load)
+        patch.setattr(jit, "why_unavailable", lambda kernel: None)
+        patch.setattr(fa3, "_why_not_there", lambda problem: None)
+        patch.setattr(device, "processors", lambda where: PROCESSORS)
+        patch.setattr(device, "stream", lambda where: 0)
+        patch.setattr(device, "is_capturing", lambda: False)
+        patch.setattr(device, "current", lambda: None)
+        patch.setattr(torch.cuda, "current_stream", lambda where: nothing)
+        patch.setattr(torch, "empty", poisoned_empty)
+        yield standin
+    forget()
