@@ -64,20 +64,20 @@ def test_a_ratio_above_one_means_that_tilewright_is_faster() -> None:
 
 
 def test_the_command_writes_what_it_prints(tmp_path: Path) -> None:
-    arguments = ["bench", "--group", "dense", "--dtype", "float32", "--longest", "512"]
+    arguments = ["bench", "--cases", "dense", "--dtype", "float32", "--longest", "512"]
     result = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path), "--seconds", "0.01"])
     assert result.exit_code == 0, result.output
-    machine, *rows = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
+    machine, *rows = map(json.loads, (tmp_path / "cpu" / "results.jsonl").read_text().splitlines())
     assert machine["torch"] == torch.__version__
     assert len(rows) == 4 * 2
-    page = (tmp_path / "README.md").read_text()
+    page = (tmp_path / "cpu" / "README.md").read_text()
     for row in rows:
         assert f"{row['ratio']:.2f}" in page
         assert f"{row['ms']['tilewright']['median']:.2f}" in result.output
 
 
 def test_a_choice_without_cases_is_refused() -> None:
-    result = CliRunner().invoke(app, ["bench", "--group", "nothing"])
+    result = CliRunner().invoke(app, ["bench", "--cases", "nothing"])
     assert result.exit_code == 2
 
 

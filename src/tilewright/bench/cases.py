@@ -31,12 +31,17 @@ class Case:
     mask: Mask = Mask()
     batch: int = 1
     lengths: tuple[int, ...] = ()
+    head_dim_v: int = 0  # 0: head_dim
+
+    @property
+    def dim_v(self) -> int:
+        return self.head_dim_v or self.head_dim
 
     @property
     def flops(self) -> int:
         """Floating-point operations of a forward pass: two products over the visible pairs."""
         pairs = sum(self.visible_pairs(*lengths) for lengths in self.sequences())
-        return 4 * pairs * self.heads_q * self.head_dim
+        return 2 * pairs * self.heads_q * (self.head_dim + self.dim_v)
 
     def sequences(self) -> list[tuple[int, int]]:
         if self.lengths:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from tilewright import __version__
-from tilewright.cli.bench import bench
+from tilewright.cli.bench import SETTINGS, bench
 from tilewright.cli.demo import demo
 from tilewright.cli.doctor import doctor
 from tilewright.cli.emulate import emulate
@@ -21,7 +21,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(doctor)
-app.command()(bench)
+app.command(context_settings=SETTINGS)(bench)
 app.command()(emulate)
 
 

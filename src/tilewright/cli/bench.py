@@ -1,107 +1,55 @@
-"""`tilewright bench`: how fast this machine's path is beside PyTorch's own attention."""
+"""`tilewright bench`: how fast this machine's path is beside its peers."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Sequence
 
 import typer
+from rich.console import Console
+from rich.status import Status
+from rich.table import Table
 
-from tilewright.cli.terminal import show, show_json
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from tilewright.bench.run import Row
+from tilewright.cli.terminal import show
 
 
-def bench(
-    group: Annotated[
-        str, typer.Option(help="Cases whose group starts with this, such as dense or varlen.")
-    ] = "",
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16; both by default.")] = "",
-    longest: Annotated[int, typer.Option(help="Leave out sequences longer than this.")] = 8192,
-    seconds: Annotated[float, typer.Option(help="About how long each way runs in a case.")] = 4.0,
-    out: Annotated[
-        Path | None, typer.Option(help="Write results.jsonl and README.md into this folder.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-) -> None:
-    """Time tilewright beside scaled_dot_product_attention, in turns, on this machine's CPU."""
-    from rich.console import Console
-    from rich.progress import Progress
+def bench(context: typer.Context) -> None:
+    """Time tilewright beside its peers, in turns, on this machine: `--help` has the options."""
+    from tilewright.bench.command import main
 
-    from tilewright.bench import cases
-    from tilewright.bench import run as runner
-
-    chosen = [
-        case
-        for case in cases.dense_cases() + cases.other_cases()
-        if case.group.startswith(group)
-        and case.dtype.startswith(dtype)
-        and max(case.seqlen_q, case.seqlen_k) <= longest
-    ]
-    if not chosen:
-        raise typer.BadParameter(f"no case has group {group!r}, dtype {dtype!r} up to {longest}")
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=len(chosen) + 1)
-
-        def on_case(case: cases.Case) -> None:
-            what = f"{case.group} {case.dtype} {case.mask} {case.seqlen_q}x{case.seqlen_k}"
-            progress.update(task, advance=1, description=what)
-
-        rows = list(runner.run(chosen, on_case, seconds))
-    machine = _machine()
-    if out is not None:
-        _write(out, machine, rows)
-    if json:
-        show_json({"machine": machine, "rows": [row.to_dict() for row in rows]})
-    else:
-        show([_table(rows), *_summary(rows)])
+    with RichScreen() as screen:
+        main(context.args, "tilewright bench", screen)
 
 
-def _machine() -> dict[str, Any]:
-    from datetime import date
-
-    from tilewright.machine import describe
-
-    machine = describe()
-    return {
-        "command": " ".join(["tilewright", *sys.argv[1:]]),
-        "date": date.today().isoformat(),
-        "processor": f"{machine.cpu}, {machine.cores} cores, {machine.instruction_set}",
-        "threads": machine.threads,
-        "system": machine.system,
-        "python": machine.python,
-        "torch": machine.packages["torch"],
-        "tilewright": machine.packages["tilewright"],
-    }
+# The options are the parser's of `python -m tilewright.bench`, which typer hands on unread.
+SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
-def _table(rows: list[Row]) -> Table:
-    from rich.table import Table
+class RichScreen:
+    """Tables on standard output, a line of progress on standard error."""
 
-    from tilewright.bench import report
+    def __init__(self) -> None:
+        self._status = Status("", console=Console(stderr=True))
 
-    title = "SDPA's time over tilewright's: above 1, tilewright is faster"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for name in report.HEADER:
-        table.add_column(name, justify="left" if name == "problem" else "right")
-    for line in report.table(rows):
-        table.add_row(*line)
-    return table
+    def __enter__(self) -> RichScreen:
+        return self
 
+    def __exit__(self, *error: object) -> None:
+        self._status.stop()
 
-def _summary(rows: list[Row]) -> list[str]:
-    from tilewright.bench import report
+    def progress(self, what: str, done: int, total: int) -> None:
+        self._status.update(f"{what} ({done + 1} of {total})")
+        self._status.start()
 
-    return report.summary(rows)
+    def table(self, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        self._status.stop()
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+        for name in header:
+            is_name = name == "problem"
+            table.add_column(name, justify="left" if is_name else "right", no_wrap=is_name)
+        for row in rows:
+            table.add_row(*row)
+        show([table])
 
-
-def _write(out: Path, machine: dict[str, Any], rows: list[Row]) -> None:
-    from tilewright.bench import report, run
-
-    out.mkdir(parents=True, exist_ok=True)
-    run.write_jsonl(out / "results.jsonl", machine, rows)
-    (out / "README.md").write_text(report.markdown(rows, machine), encoding="utf-8")
+    def lines(self, lines: Sequence[str]) -> None:
+        self._status.stop()
+        show(lines)

@@ -1,0 +1,140 @@
+"""A results file gives the page and the pictures, and they say what it holds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tilewright.bench import command
+from tilewright.bench.gpu import output, report
+from tilewright.bench.gpu.cases import cases, flops, name
+from tilewright.bench.gpu.contenders import CONTENDERS
+from tilewright.bench.gpu.records import Record, read
+from tilewright.cli import app
+
+MACHINE = {"command": "tilewright bench", "gpu": "Imaginary GPU 9000", "torch": "1.0"}
+SPEEDS = {"tilewright": 600.0, "cudnn": 500.0, "fa2": 300.0, "flex": 400.0, "fa4": 550.0}
+DASH = "-"
+
+
+def invented() -> list[Record]:
+    """Speeds that rise with the length; flash-attn-4 refuses windows."""
+    records = [
+        Record("host", "forward", "tilewright", ms=0.0123, backend="fa3"),
+        Record("host", "forward", "sdpa", ms=0.0156),
+        Record("ceilings", "forward", "cublas", ms=1.6, tflops=680.0),
+        Record("ceilings", "forward", "copy", ms=0.5, tflops=4.3),
+    ]
+    for case in cases():
+        rise = case.seqlen_q / (case.seqlen_q + 600)
+        base = Record(name(case), "forward", "cublas", case.to_dict(), ms=1.6, tflops=690.0)
+        records.append(base)
+        for contender, top in SPEEDS.items():
+            record = replace(base, contender=contender, mhz=1755.0, watts=690.0, ms_min=0.1)
+            ms = flops(case) / (top * rise) / 1e9
+            if contender == "fa4" and case.group == "window":
+                record = replace(record, ms=None, tflops=None, why_none="no windows here")
+            else:
+                record = replace(record, ms=ms, tflops=top * rise)
+            records.append(record)
+    return [replace(record, machine=MACHINE) for record in records]
+
+
+def test_records_survive_their_file(tmp_path: Path) -> None:
+    records = invented()
+    made = output.Output(tmp_path, MACHINE)
+    for record in records:
+        made.add(record, "forward")
+    folder = tmp_path / "imaginary-gpu-9000"
+    found = read([folder / "forward.jsonl"])
+    assert [r.to_json() for r in found] == [r.to_json() for r in records]
+    fields = {"case", "contender", "direction", "ms", "ms_min", "tflops", "mhz", "watts", "machine"}
+    for line in (folder / "forward.jsonl").read_text().splitlines():
+        assert fields <= json.loads(line).keys()
+
+
+def test_a_second_run_replaces_the_file_of_its_pass_only(tmp_path: Path) -> None:
+    for direction in ("forward", "backward", "forward"):
+        made = output.Output(tmp_path, MACHINE)
+        made.add(Record("case", direction, "fa2"), direction)
+    folder = tmp_path / "imaginary-gpu-9000"
+    assert [len(read([path])) for path in sorted(folder.glob("*.jsonl"))] == [1, 1]
+
+
+def test_nothing_is_written_without_a_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = output.Output(None, MACHINE)
+    made.add(invented()[0], "forward")
+    made.finish()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ratios_are_to_the_best_peer_and_to_cublas() -> None:
+    rows = {row[0]: row for row in report.table(report.cells(invented()))}
+    rise = 8192 / (8192 + 600)
+    row = rows["grid d128 full 8k"]
+    speeds = [f"{SPEEDS[contender] * rise:.0f}" for contender in CONTENDERS]
+    assert row == ("grid d128 full 8k", *speeds, f"{600 / 550:.2f}", f"{600 * rise / 690:.2f}")
+    row = rows["window 64:8 d64 w1024 8k"]
+    assert row[-3] == DASH and row[-2] == f"{600 / 500:.2f}"
+    assert all(len(row) == len(report.HEADER) for row in rows.values())
+
+
+def test_a_case_without_ours_or_without_peers_has_no_ratio() -> None:
+    only = [
+        Record("a", "forward", "fa4", tflops=5.0),
+        Record("b", "forward", "tilewright", tflops=1.0),
+    ]
+    for row in report.table(report.cells(only)):
+        assert row[-2:] == (DASH, DASH)
+
+
+def test_the_page_names_refusals_host_time_and_ceilings() -> None:
+    page = report.markdown(invented(), ["forward-speed.png"])
+    assert "flash-attn-4: no windows here (window 64:8 d64 w1024 4k forward" in page
+    assert "host time of an eager call: tilewright 12.3 us, sdpa 15.6 us" in page
+    assert "copy: 4.3 to 4.3 TB/s" in page and "cuBLAS: 680 to 690 TFLOP/s" in page
+    assert "1755 MHz, 690 W" in page and "tilewright's path: fa3" in page
+    assert "![forward speed](forward-speed.png)" in page
+
+
+def test_render_draws_the_pictures_of_each_pass(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / "gpu"
+    folder.mkdir()
+    lines = [record.to_json() for record in invented()]
+    lines += [replace(record, direction="backward").to_json() for record in invented()[40:90]]
+    (folder / "results.jsonl").write_text("\n".join(lines) + "\n")
+    result = CliRunner().invoke(app, ["bench", "--render", str(folder)])
+    assert result.exit_code == 0, result.output
+    assert "grid d256 causal 16k" in result.output
+    pictures = {path.name: path.read_bytes() for path in folder.glob("*.png")}
+    assert set(pictures) == {
+        f"{direction}-{kind}.png"
+        for direction in ("forward", "backward")
+        for kind in ("speed", "ratio")
+    }
+    assert all(picture.startswith(b"\x89PNG") for picture in pictures.values())
+    page = (folder / "README.md").read_text()
+    assert all(f"({picture})" in page for picture in pictures)
+
+
+def test_the_plain_screen_needs_no_terminal_library(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.jsonl").write_text(invented()[10].to_json() + "\n")
+    command.main(["--render", str(tmp_path)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("TFLOP/s, forward")
+    assert lines[2].split()[:2] == ["problem", "tilewright"]
+
+
+@pytest.mark.parametrize("arguments", [["--render", "nowhere"], ["--pass", "sideways"]])
+def test_what_cannot_be_done_is_refused(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as refusal:
+        command.main(arguments)
+    assert refusal.value.code == 2

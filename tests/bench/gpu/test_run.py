@@ -1,0 +1,138 @@
+"""On a GPU, only what is right gets a time, and what has none says why. The CPU stands in here."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilewright.bench.cases import Case
+from tilewright.bench.gpu import check, contenders, run
+from tilewright.bench.gpu.contenders import Attend, Operands, Refused
+from tilewright.bench.timing import Plan
+from tilewright.masks import Mask
+
+CASES = [
+    Case("grid", "bfloat16", 192, 192, 2, 2, 64, Mask.full(), 2),
+    Case("gqa", "bfloat16", 160, 160, 4, 2, 64, Mask.causal(), 2),
+    Case("latent", "bfloat16", 160, 160, 2, 2, 48, Mask.causal(), 1, (), 32),
+    Case("window", "bfloat16", 200, 200, 4, 2, 64, Mask(50, 0), 1),
+    Case("varlen", "bfloat16", 130, 130, 2, 2, 64, Mask.causal(), 3, (130, 7, 64)),
+]
+DIRECTIONS = ("forward", "backward")
+each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.group)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(contenders, "sdpa_kernel", lambda backend: contextlib.nullcontext())
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(run, "draw", lambda case: contenders.draw(case, "cpu"))
+    monkeypatch.setattr(run, "matmul", lambda: lambda: None)
+    monkeypatch.setattr(run, "cuda_clock", lambda run, launches: 2.0)
+
+
+def attend_of(name: str, case: Case, operands: Operands) -> Attend:
+    return contenders.CONTENDERS[name](case, operands)
+
+
+@each_case
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("name", ["tilewright", "cudnn", "flex"])
+@pytest.mark.filterwarnings("ignore")
+def test_contenders_agree_with_float32(name: str, direction: str, case: Case, on_cpu: None) -> None:
+    if name == "flex" and direction == "backward":
+        pytest.skip("FlexAttention has no backward pass on a CPU")
+    if name == "cudnn" and case.group in ("window", "varlen"):
+        pytest.skip("SDPA has no window, and no causal packed batch on a CPU")
+    operands = contenders.draw(case, "cpu")
+    wanted = check.expected(case, operands, direction)
+    found = run.computation(attend_of(name, case, operands), operands, direction)()
+    assert check.error(found, wanted, direction) <= check.bound(direction)
+
+
+@each_case
+def test_a_missing_key_tile_and_a_nan_are_wrong(case: Case) -> None:
+    operands = contenders.draw(case, "cpu")
+    (out,) = wanted = check.expected(case, operands, "forward")
+    assert not out.isnan().any()
+    spoilt = out.clone()
+    spoilt[..., -1, 0, 0] = torch.nan
+    assert not check.error((spoilt,), wanted, "forward") <= check.ROW_BOUND
+    off = out.clone()
+    off[..., -1, 0, :] *= 1 + 2.0**-3.5
+    assert not check.error((off,), wanted, "forward") <= check.ROW_BOUND
+    with pytest.raises(ValueError, match="shape"):
+        check.error((out[1:],), wanted, "forward")
+
+
+def test_bounds_leave_room_for_two_roundings_and_no_more() -> None:
+    case = CASES[0]
+    operands = contenders.draw(case, "cpu")
+    wanted = check.expected(case, operands, "forward")
+    rounded = tuple(x.bfloat16() for x in wanted)
+    assert 2.0**-10 < check.error(rounded, wanted, "forward") < 2.0**-8
+
+
+def test_what_the_heads_share_is_cut_without_a_seam(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[1]
+    operands = contenders.draw(case, "cpu")
+    for direction in DIRECTIONS:
+        whole = check.expected(case, operands, direction)
+        monkeypatch.setattr(check, "LOGITS", 1)
+        for a, b in zip(whole, check.expected(case, operands, direction), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_what_is_wrong_or_refused_has_a_reason_and_no_time(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(case: Case, operands: Operands) -> Attend:
+        raise Refused("no such option")
+
+    def breaks(case: Case, operands: Operands) -> Attend:
+        def attend(*inputs: Tensor) -> Tensor:
+            raise RuntimeError("unsupported head dim\nand a long story")
+
+        return attend
+
+    def altered(change: Callable[[Tensor], Tensor]) -> Callable[[Case, Operands], Attend]:
+        return lambda case, operands: (
+            lambda *inputs: change(contenders.ours(case, operands)(*inputs))
+        )
+
+    ways = {
+        "tilewright": contenders.ours,
+        "cudnn": refuses,
+        "fa2": breaks,
+        "flex": altered(lambda out: out * 1.05),
+        "fa4": altered(lambda out: out * torch.nan),
+    }
+    monkeypatch.setattr(run, "CONTENDERS", ways)
+    records = {r.contender: r for r in run.run_case(CASES[0], "forward", plan=Plan(0.0))}
+    assert set(records) == {*ways, "cublas"}
+    ours = records["tilewright"]
+    assert ours.ms == 2.0 and ours.backend and ours.why_none is None
+    assert ours.tflops == 4 * 192 * 192 * 64 * 2 * 2 / 2.0 / 1e9
+    assert records["cublas"].tflops == 2 * 8192**3 / 2.0 / 1e9
+    assert records["cudnn"].why_none == "no such option"
+    assert records["fa2"].why_none == "RuntimeError: unsupported head dim"
+    assert all("wrong" in (records[name].why_none or "") for name in ("flex", "fa4"))
+    assert all(records[name].ms is None for name in ("cudnn", "fa2", "flex", "fa4"))
+
+
+def test_a_run_has_the_host_time_the_ceilings_and_every_case(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(run, "host_time", lambda: calls.append("host") or ())
+    monkeypatch.setattr(run, "ceilings", lambda *_: calls.append("ceilings") or ())
+    monkeypatch.setattr(run, "run_case", lambda case, *_: calls.append(case.group) or ())
+    told: list[str] = []
+    assert list(run.run([CASES[0]] * 13, "forward", told.append)) == []
+    assert calls == ["host", "ceilings", *["grid"] * 12, "ceilings", "grid"]
+    assert told == ["host", *["grid d64 full 192"] * 13]
