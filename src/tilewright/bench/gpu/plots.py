@@ -149,7 +149,7 @@ def _heat(axis: Any, grid: dict[str, Cell]) -> None:
     axis.set_xlabel("sequence length, 16k tokens in all")
     for y, line in enumerate(ratios):
         for x, ratio in enumerate(line):
-            is_dark = ratio is not None and not 0.8 < ratio < 1.2
+            is_dark = ratio is not None and not 0.84 < ratio < 1.16
             text = "-" if ratio is None else f"{ratio:.2f}"
             axis.text(x, y, text, ha="center", va="center", color="white" if is_dark else INK)
     axis.set_xticks(range(len(SEQLENS)), [length(s) for s in SEQLENS])
