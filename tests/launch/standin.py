@@ -64,6 +64,7 @@ def check(kernel: Kernel, given: dict[str, Any]) -> None:
         assert lengths == [None] * 4 and given["used"] == 0
     assert given["counter"].dtype == torch.int32 and given["counter"].tolist() == [0, 0]
     assert type(given["scale"]) is float and type(given["softcap"]) is float
+    assert given["scale"] > 0
     assert (given["softcap"] > 0) == spec.has_softcap
     assert 0 <= given["left"] <= 1 << 30 and 0 <= given["right"] <= 1 << 30
     assert given["ctas"] == PROCESSORS

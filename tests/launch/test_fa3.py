@@ -236,6 +236,22 @@ def test_the_scale_and_the_cap_are_passed_on(hopper: StandIn) -> None:
     assert hopper.calls[-1]["scale"] == 2.0 and hopper.calls[-1]["softcap"] == 3.0
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("scale", [0.0, -0.0, 0, -1.5])
+def test_a_scale_without_a_sign_or_with_a_minus(
+    hopper: StandIn, scale: float, softcap: float | None
+) -> None:
+    """The kernel's is positive. A scale of 0 makes 0 even of a key of 1e30."""
+    q, k, v = qkv(7, 7)
+    k[:, -1] = 1e30
+    options = {"scale": scale, "softcap": softcap, "causal": True, "return_lse": True}
+    want = attention(q, k, v, backend="portable", **options)
+    for _ in range(2):
+        got = attention(q, k, v, backend="fa3", **options)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b)
+
+
 REFUSED = [
     ({"dtype": torch.float32}, {}, "float16 and bfloat16, not float32"),
     ({"dim": 20}, {}, "steps of 8 up to 256; dim=20"),
@@ -243,7 +259,8 @@ REFUSED = [
     ({}, {"cache_seqlens": torch.tensor([3, 4], dtype=torch.int32)}, "KV cache"),
     ({}, {"num_splits": 2}, "num_splits=2"),
     ({}, {"scale": 1e38}, "scale=1e"),
-    ({}, {"softcap": 1e-38}, "softcap=1e-38"),
+    ({}, {"softcap": 1e-38}, "softcap from 2**-100 to 256, not 1e-38"),
+    ({}, {"softcap": 257.0}, "softcap from 2**-100 to 256, not 257.0"),
 ]
 
 

@@ -28,8 +28,9 @@ MULTIPLE = 8  # elements of these dtypes in that
 LARGEST_DIM = 256
 # Positions are int32, and a bound on either side must not carry them out of it.
 LONGEST = NO_BOUND = 1 << 30
-# The kernel's arithmetic is float32: scale must fit, and softcap and 1 / softcap.
-LARGEST_SCALE, SOFTCAPS = 2.0**100, (2.0**-100, 2.0**100)
+# The kernel's arithmetic is float32, which scale and 1 / softcap must fit. Its tanh is exact to a
+# few 1e-7 of 1, which a cap multiplies: beyond 256 lse would be less exact than float32 makes it.
+LARGEST_SCALE, SOFTCAPS = 2.0**100, (2.0**-100, 2.0**8)
 
 
 def why_not(problem: AttentionProblem) -> str | None:
@@ -65,7 +66,7 @@ def _why_not_so(problem: AttentionProblem) -> str | None:
     if abs(scale) > LARGEST_SCALE:
         return f"FA-3 multiplies in float32, which scale={scale} would overflow"
     if softcap is not None and not SOFTCAPS[0] <= softcap <= SOFTCAPS[1]:
-        return f"FA-3 divides in float32, where softcap={softcap} is out of range"
+        return f"FA-3 takes a softcap from 2**-100 to 256, not {softcap}"
     return None
 
 
@@ -114,7 +115,7 @@ def _launch(problem: AttentionProblem, where: torch.device, used: int) -> Launch
     mask, scoring = _mask(problem), problem.scoring
     left, right = (NO_BOUND if x is None else min(x, NO_BOUND) for x in (mask.left, mask.right))
     run = jit.load(kernel(problem))
-    scale, softcap = float(scoring.scale), float(scoring.softcap or 0.0)
+    scale, softcap = abs(float(scoring.scale)) or 1.0, float(scoring.softcap or 0.0)
     rest = (scale, softcap, left, right, used, device.processors(where))
 
     def launch(operands: Sequence[Any], out: Tensor, lse: Tensor) -> None:
@@ -159,7 +160,7 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tens
         return out, lse
     if problem.batch == 0 or 0 in operands.k.shape:
         return _without_keys(problem, operands, out, lse)
-    _launch(problem, q.device, _used(operands))(_readable(operands), out, lse)
+    _launch(problem, q.device, _used(operands))(_readable(problem, operands), out, lse)
     return out, lse
 
 
@@ -173,7 +174,8 @@ def prepare(
     """
     dtype, where = like.q.dtype, like.q.device
     of_out, of_lse = _shapes(like)
-    if problem.batch == 0 or 0 in of_out or 0 in like.k.shape or not _has_readable_strides(like):
+    is_empty = problem.batch == 0 or 0 in of_out or 0 in like.k.shape
+    if is_empty or problem.scoring.scale <= 0 or not _has_readable_strides(like):
         return lambda operands: forward(problem, Operands(*operands))
     launch = _launch(problem, where, _used(like))
 
@@ -207,13 +209,18 @@ def _without_keys(
     # Which rows have the sink for an lse, and which belong to no sequence, the kernel knows.
     k, v = (x.new_zeros(1, *x.shape[1:]) for x in (operands.k, operands.v))
     with_keys = operands._replace(k=k, v=v)
-    _launch(problem, out.device, _used(operands))(_readable(with_keys), out, lse)
+    _launch(problem, out.device, _used(operands))(_readable(problem, with_keys), out, lse)
     return out, lse
 
 
-def _readable(operands: Operands) -> Operands:
+def _readable(problem: AttentionProblem, operands: Operands) -> Operands:
     """The same values where the kernel can read them; what it cannot read is copied."""
     q, k, v, sink, *lengths = operands
+    scale = problem.scoring.scale
+    if scale <= 0:
+        # The kernel takes the maximum of a row before it scales, and a hidden key for -inf, so its
+        # scale is positive. The sign goes into q, and so does a scale of 0.
+        q = -q if scale < 0 else q * 0
     return Operands(
         _for_tma(q),
         _for_tma(k),
@@ -228,7 +235,7 @@ def _is_aligned(x: Tensor) -> bool:
 
 
 def _has_readable_strides(operands: Operands) -> bool:
-    """Whether `_readable` changes nothing about operands that are aligned."""
+    """Whether `_readable` changes nothing about the memory of operands that are aligned."""
     q, k, v, sink, *lengths = operands
     return (
         all(_legal_strides(x.shape, x.stride()) == x.stride() for x in (q, k, v))
