@@ -16,14 +16,7 @@ from types import NoneType
 from typing import Any
 
 import torch
-from torch import Tensor, is_grad_enabled
-from torch._C import (
-    _are_functorch_transforms_active,
-    _AutoDispatchBelowAutograd,
-    _is_any_autocast_enabled,
-    _len_torch_dispatch_stack,
-    _len_torch_function_stack,
-)
+from torch import _C, Tensor, is_grad_enabled
 from torch._C._autograd import _profiler_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
@@ -118,10 +111,10 @@ def _key(
 def _is_watched() -> bool:
     """Whether PyTorch would do more with a call of an operator than compute it."""
     return (
-        _is_any_autocast_enabled()
-        or _are_functorch_transforms_active()
-        or _len_torch_dispatch_stack() > 0
-        or _len_torch_function_stack() > 0
+        _C._is_any_autocast_enabled()
+        or _C._are_functorch_transforms_active()
+        or _C._len_torch_dispatch_stack() > 0
+        or _C._len_torch_function_stack() > 0
         or _profiler_enabled()
         or forward_ad._current_level >= 0
     )
@@ -148,7 +141,7 @@ def _prepare(call: Call) -> Prepared:
         return backend.prepare(problem, call.operands)
 
     def forward(operands: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        with _AutoDispatchBelowAutograd():
+        with _C._AutoDispatchBelowAutograd():
             out, lse = backend.forward(problem, Operands(*operands))
             return out.contiguous(), lse.contiguous()
 
