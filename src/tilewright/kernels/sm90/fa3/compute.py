@@ -115,6 +115,7 @@ def attend_block(
     matmul.wait(1)
     ch.k.release(n)
     make_P(spec, op, regs, matmul.as_rows(acc_S), tile, block)
+    keep_order(ch)
     matmul.wait(0)
     ch.v.release(n - 1)
     regs.convert_P(acc_S)
@@ -134,7 +135,7 @@ def turn_over(
     n: Int32,
 ):
     """The end of tile number `tiles` over the beginning of the next, whose first block is `n`."""
-    if const_expr(spec.carries_on):
+    if const_expr(spec.carries_over):
         take_Q(spec, ch, regs, tiles + 1)
         ch.k.wait_full(n)
         take_turn(spec, regs.w)
@@ -266,6 +267,15 @@ def rescale(spec: Constexpr, regs: Constexpr):
             regs.rescale_O()
     else:
         regs.rescale_O()
+
+
+def keep_order(ch: Channels) -> None:
+    """Nothing moves across: here, the end of P V to before the softmax that should run under it.
+
+    The assembler sees no reason to keep the two apart, but it does not move code out of a loop, and
+    every wait for an mbarrier is one. This one is over before it begins.
+    """
+    cute.arch.mbarrier_wait(ch.over, 0)
 
 
 def take_turn(spec: Any, w: Int32) -> None:

@@ -74,6 +74,7 @@ class Channels:
     q: Ring  # load -> compute
     k: Ring
     v: Ring
+    over: cute.Pointer  # an mbarrier whose first phase is over before anyone looks
     tail: Ring  # load -> load: a tile of V that needs its last rows zeroed
 
 

@@ -37,6 +37,7 @@ class ForwardSpec:
     q_in_registers: bool = False
     ping_pong: bool = True  # warpgroups take turns at issuing matrix multiplies
     overlap: bool = True  # S of the next block is issued before this block's P V
+    carries_over: bool = False  # the next tile's first S is issued with the last P V of this one
     rescale_threshold: float = 0.0  # log2 of how far a row's maximum may lag; 0 rescales always
     exp2_emulated: int = 0  # of each 16 elements of a row, those whose exp2 is a polynomial
     longest_first: bool = True
@@ -55,11 +56,6 @@ class ForwardSpec:
     def frees_q_early(self) -> bool:
         """The next tile's Q may be loaded before this one's O is stored."""
         return not self.out_shares_q
-
-    @property
-    def carries_on(self) -> bool:
-        """The next tile's first S is issued before this one's O is stored."""
-        return self.overlap and self.q_in_registers and self.frees_q_early
 
     @property
     def threads(self) -> int:
@@ -89,6 +85,8 @@ class ForwardSpec:
             return f"tile_q={self.tile_q}: one to three warpgroups multiply {MMA_ROWS} rows each"
         if self.tile_kv % 16 or not 16 <= self.tile_kv <= 256:
             return f"tile_kv={self.tile_kv}: P V takes a multiple of 16 keys, S at the most 256"
+        if self.carries_over and not (self.overlap and self.q_in_registers and self.frees_q_early):
+            return "carries_over=True: the next Q must have a place before this O is stored"
         if self.smem_bytes > SMEM_BYTES:
             return f"{self.smem_bytes} B of shared memory, {SMEM_BYTES} B exist"
         return None
