@@ -8,6 +8,7 @@ import typer
 
 from tilewright import __version__
 from tilewright.cli.bench import SETTINGS, bench
+from tilewright.cli.build import build
 from tilewright.cli.demo import demo
 from tilewright.cli.doctor import doctor
 from tilewright.cli.emulate import emulate
@@ -23,6 +24,7 @@ app.command()(demo)
 app.command()(doctor)
 app.command(context_settings=SETTINGS)(bench)
 app.command()(emulate)
+app.command()(build)
 
 
 def _print_version(is_asked: bool) -> None:

@@ -33,7 +33,7 @@ class Rejected(Exception):
 
 @dataclass(frozen=True)
 class Product:
-    """What a compilation made: the library under ".so", whatever else is worth keeping, numbers."""
+    """What a compilation made: files by suffix, ".so" the library, and numbers."""
 
     files: Mapping[str, bytes]
     facts: Mapping[str, Any]
@@ -59,11 +59,13 @@ class Entry:
 class Folder:
     """`strict` takes only what the toolchain at hand would have made, as a cache must.
 
-    Otherwise an entry may come from anywhere, as a bundle's do, if this host can load it.
+    Otherwise an entry may come from anywhere, as a bundle's do, if this host can load it. An entry
+    without all of `parts` counts as none.
     """
 
     path: Path
     strict: bool = True
+    parts: tuple[str, ...] = (".so",)
 
     def find(self, key: Key) -> Entry | None:
         """The entry of a key. A damaged or foreign one counts as none, with a warning."""
@@ -76,7 +78,7 @@ class Folder:
         except Rejected as reason:
             log.warning("%s is not used: %s", path, reason)
             return None
-        return entry
+        return entry if entry.files.keys() >= set(self.parts) else None
 
     def make(self, key: Key, produce: Callable[[], Product]) -> Entry:
         """The entry of a key, by `produce` if there is none. One process produces, others wait.
@@ -118,7 +120,8 @@ class Folder:
             "facts": dict(product.facts),
             "files": {},
         }
-        for suffix, data in product.files.items():
+        for suffix in self.parts:
+            data = product.files[suffix]
             digest = hashlib.sha256(data).hexdigest()
             path = self.path / f"{key.stem}-{digest[:8]}{suffix}"
             _replace(path, lambda file, data=data: file.write_bytes(data))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import tempfile
 import threading
 import time
@@ -79,17 +80,19 @@ def compile(kernel: Kernel) -> Compiled:
 @contextmanager
 def _target(arch: str) -> Iterator[None]:
     """Trace for `arch`, whatever GPU there is. The option of that name alone acts too late."""
+    was_imported = "cutlass" in sys.modules
     before = os.environ.get(_ARCH)
     os.environ[_ARCH] = arch  # read when the DSL is imported
     try:
         from cutlass.cutlass_dsl import CuTeDSL  # pyright: ignore[reportMissingImports]
 
         environment: Any = CuTeDSL._get_dsl().envar
-        previous, environment.arch = environment._arch, arch
+        previous = environment._arch if was_imported else before  # None: found when asked for
+        environment.arch = arch
         try:
             yield
         finally:
-            environment.arch = previous if before else None
+            environment.arch = previous
     finally:
         os.environ.pop(_ARCH)
         if before is not None:
@@ -103,19 +106,20 @@ def _name(function: Any, name: str) -> None:
             member.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
 
 
+# Where something spills, another remark repeats the figures in other words.
+_SPENT = re.compile(
+    r"(?P<stack>\d+) bytes stack frame, (?P<spill_stores>\d+) bytes spill stores, "
+    r"(?P<spill_loads>\d+) bytes spill loads\s.* Used (?P<registers>\d+) registers"
+)
+_ALLOCATED = re.compile(r"Shared memory allocated: (?P<smem>\d+) bytes")
+
+
 def _read(remarks: str) -> Resources:
     """The resources, of the remarks of one kernel: what ptxas says, and the sum of allocations."""
-
-    def number(pattern: str, default: str | None = None) -> int:
-        found = re.findall(pattern, remarks) or ([default] if default else [])
-        if len(found) != 1:
-            raise RuntimeError(f"want one {pattern!r} in what the compiler says, got:\n{remarks}")
-        return int(found[0])
-
-    return Resources(
-        registers=number(r"Used (\d+) registers"),
-        spill_stores=number(r"(\d+) bytes spill stores"),
-        spill_loads=number(r"(\d+) bytes spill loads"),
-        stack=number(r"(\d+) bytes stack frame"),
-        smem=number(r"Shared memory allocated: (\d+) bytes", default="0"),
-    )
+    spent, allocated = list(_SPENT.finditer(remarks)), list(_ALLOCATED.finditer(remarks))
+    if len(spent) != 1 or len(allocated) > 1:
+        raise RuntimeError(f"want the resources of one kernel from the compiler, got:\n{remarks}")
+    facts = {"smem": "0"} | {
+        k: v for found in spent + allocated for k, v in found.groupdict().items()
+    }
+    return Resources(**{name: int(number) for name, number in facts.items()})

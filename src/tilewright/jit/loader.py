@@ -29,6 +29,8 @@ def load(kernel: Kernel) -> Callable[..., Any]:
     """
     if function := _loaded.get(kernel):
         return function
+    if reason := _why_not_load():
+        raise RuntimeError(f"no {kernel}: {reason}")
     with _LOCK:
         if kernel not in _loaded:
             _loaded[kernel] = _function(entry_of(kernel))
@@ -63,11 +65,8 @@ def bundles() -> list[Folder]:
     return [Folder(Path(path), strict=False) for path in paths if path]
 
 
-def produce(kernel: Kernel, occasion: str | None = None, keep: bool = False) -> Product:
-    """Compile and link. `keep` also has the object, the PTX and the cubin.
-
-    An `occasion` is for the log.
-    """
+def produce(kernel: Kernel, occasion: str | None = None) -> Product:
+    """Compile and link. An `occasion` is for the log."""
     from tilewright.jit.compile import compile
     from tilewright.jit.link import link, runtime
 
@@ -75,9 +74,12 @@ def produce(kernel: Kernel, occasion: str | None = None, keep: bool = False) -> 
         # A warning, because it is shown where nobody has set up logging, and takes seconds.
         log.warning("compiling %s for %s (%s)", kernel, kernel.arch, occasion)
     compiled = compile(kernel)
-    files = {".so": link(compiled.object)}
-    if keep:
-        files |= {".o": compiled.object, ".ptx": compiled.ptx, ".cubin": compiled.cubin}
+    files = {
+        ".so": link(compiled.object),
+        ".o": compiled.object,
+        ".ptx": compiled.ptx,
+        ".cubin": compiled.cubin,
+    }
     facts = asdict(compiled.resources) | {"seconds": round(compiled.seconds, 2)}
     return Product(files, facts, runtime())
 
@@ -94,9 +96,15 @@ def _stored(key: Key) -> Entry | None:
 
 @lru_cache(maxsize=4096)
 def _why(kernel: Kernel, *_environment: str | None) -> str | None:
+    if reason := _why_not_load():
+        return reason
+    return None if _stored(key_of(kernel)) else _why_not_compile()
+
+
+def _why_not_load() -> str | None:
     if toolchain()[FFI] is None:
         return f"{FFI} is not installed, through which kernels are called"
-    return None if _stored(key_of(kernel)) else _why_not_compile()
+    return None
 
 
 def _why_not_compile() -> str | None:
