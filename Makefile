@@ -41,7 +41,7 @@ package: $(READY) ## Build the wheel and the sdist into dist/
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
 
-bench: $(READY) ## Measure against PyTorch's scaled_dot_product_attention
+bench: $(READY) ## Measure against PyTorch's attention and other peers
 	@$(BIN)/tilewright bench $(ARGS)
 
 clean: ## Remove .venv, builds and caches

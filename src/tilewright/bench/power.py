@@ -68,7 +68,7 @@ class Sampler:
 def sampler(device: torch.device) -> Sampler:
     """Of a CUDA device, through NVML's Python package or, without it, through nvidia-smi."""
     # CUDA may number its devices otherwise than the driver does; the UUID is the same.
-    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}".replace("GPU-GPU-", "GPU-")
     try:
         import pynvml  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -83,6 +83,8 @@ def _nvml(nvml: Any, uuid: str) -> Iterator[Reading]:
         mhz = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
         # nvmlDeviceGetPowerUsage would be the average of a second.
         (field,) = nvml.nvmlDeviceGetFieldValues(handle, [nvml.NVML_FI_DEV_POWER_INSTANT])
+        if field.nvmlReturn != nvml.NVML_SUCCESS:
+            raise nvml.NVMLError(field.nvmlReturn)
         yield float(mhz), field.value.uiVal / 1e3
 
 

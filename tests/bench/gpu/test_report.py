@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from tilewright.bench import command
-from tilewright.bench.gpu import output, report
+from tilewright.bench import command, power
+from tilewright.bench.gpu import output, report, run
 from tilewright.bench.gpu.cases import cases, flops, name
 from tilewright.bench.gpu.contenders import CONTENDERS
 from tilewright.bench.gpu.records import Record, read
+from tilewright.bench.timing import Plan
 from tilewright.cli import app
 
 MACHINE = {"command": "tilewright bench", "gpu": "Imaginary GPU 9000", "torch": "1.0"}
@@ -131,6 +135,31 @@ def test_the_plain_screen_needs_no_terminal_library(
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("TFLOP/s, forward")
     assert lines[2].split()[:2] == ["problem", "tilewright"]
+
+
+def test_the_command_runs_what_was_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the device: the options reach the cases, the passes and the files."""
+
+    def fake(chosen: Any, direction: str, on_case: Any, watch: Any, plan: Plan) -> Any:
+        assert (watch, plan.seconds) == ("watch", 0.5)
+        for case in chosen:
+            on_case(name(case))
+            yield Record(name(case), direction, "tilewright", ms=1.0, tflops=2.0)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(power, "sampler", lambda device: nullcontext("watch"))
+    monkeypatch.setattr(output, "facts", lambda command: MACHINE | {"command": command})
+    monkeypatch.setattr(run, "run", fake)
+    arguments = ["--pass", "both", "--dim", "128", "--mask", "full", "--seqlen", "512,8192"]
+    command.main([*arguments, "--cases", "grid", "--seconds", "0.5", "--out", str(tmp_path)])
+    folder = tmp_path / "imaginary-gpu-9000"
+    for direction in ("forward", "backward"):
+        found = read([folder / f"{direction}.jsonl"])
+        assert [r.name for r in found] == ["grid d128 full 512", "grid d128 full 8k"]
+        assert {r.direction for r in found} == {direction}
+        assert found[0].machine["command"].startswith("python -m tilewright.bench --pass both")
+    assert "## Backward" in (folder / "README.md").read_text()
 
 
 @pytest.mark.parametrize("arguments", [["--render", "nowhere"], ["--pass", "sideways"]])

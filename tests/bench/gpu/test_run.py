@@ -88,9 +88,7 @@ def test_what_the_heads_share_is_cut_without_a_seam(monkeypatch: pytest.MonkeyPa
             torch.testing.assert_close(a, b)
 
 
-def test_what_is_wrong_or_refused_has_a_reason_and_no_time(
-    on_cpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_wrong_or_refused_has_a_reason_and_no_time(on_cpu: None) -> None:
     def refuses(case: Case, operands: Operands) -> Attend:
         raise Refused("no such option")
 
@@ -112,8 +110,8 @@ def test_what_is_wrong_or_refused_has_a_reason_and_no_time(
         "flex": altered(lambda out: out * 1.05),
         "fa4": altered(lambda out: out * torch.nan),
     }
-    monkeypatch.setattr(run, "CONTENDERS", ways)
-    records = {r.contender: r for r in run.run_case(CASES[0], "forward", plan=Plan(0.0))}
+    found = run.run_case(CASES[0], "forward", plan=Plan(0.0), ways=ways)
+    records = {record.contender: record for record in found}
     assert set(records) == {*ways, "cublas"}
     ours = records["tilewright"]
     assert ours.ms == 2.0 and ours.backend and ours.why_none is None

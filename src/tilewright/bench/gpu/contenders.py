@@ -206,7 +206,8 @@ def _is_window(case: Case) -> bool:
     return case.mask not in (Mask.full(), Mask.causal())
 
 
-CONTENDERS: dict[str, Callable[[Case, Operands], Attend]] = {
+Way = Callable[[Case, Operands], Attend]
+CONTENDERS: dict[str, Way] = {
     OURS: ours,
     "cudnn": sdpa_cudnn,
     "fa2": sdpa_flash,

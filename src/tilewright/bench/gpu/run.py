@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from tilewright.bench.gpu.contenders import (
     Attend,
     Operands,
     Refused,
+    Way,
     draw,
     heads_first,
     our_backend,
@@ -68,15 +69,19 @@ def run(
 
 
 def run_case(
-    case: Case, direction: str, watch: Watch | None = None, plan: Plan = PLAN
+    case: Case,
+    direction: str,
+    watch: Watch | None = None,
+    plan: Plan = PLAN,
+    ways: Mapping[str, Way] = CONTENDERS,
 ) -> Iterator[Record]:
     """Every contender that gets the case right, beside cuBLAS, in alternation."""
     operands = draw(case)
     wanted = check.expected(case, operands, direction)
     runs: dict[str, Run] = {}
     records = []
-    for contender in CONTENDERS:
-        run, record = prepare(contender, case, operands, direction, wanted)
+    for contender, way in ways.items():
+        run, record = prepare((contender, way), case, operands, direction, wanted)
         records.append(record)
         if run is not None:
             runs[contender] = run
@@ -93,14 +98,15 @@ def run_case(
 
 
 def prepare(
-    contender: str, case: Case, operands: Operands, direction: str, wanted: Sequence[Tensor]
+    named: tuple[str, Way], case: Case, operands: Operands, direction: str, wanted: Sequence[Tensor]
 ) -> tuple[Run | None, Record]:
     """The computation to time, or None and in the record why there is none."""
+    contender, way = named
     record = Record(name(case), direction, contender, case.to_dict())
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            run = computation(CONTENDERS[contender](case, operands), operands, direction)
+            run = computation(way(case, operands), operands, direction)
             error = check.error(run(), wanted, direction)
             if contender == OURS:
                 record = replace(record, backend=our_backend(case, operands))
