@@ -85,8 +85,6 @@ class Folder:
 
         Raises RuntimeError if the folder cannot be written.
         """
-        if entry := self.find(key):
-            return entry
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             with self._lock(key):
