@@ -1,0 +1,83 @@
+"""Traced: every kernel compiles, within its resources, to the instructions that it is made for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tomli
+
+from tests.kernels import sass
+from tilewright.jit.cache import Entry
+from tilewright.kernels import catalog
+from tilewright.kernels.catalog import Kernel
+from tilewright.kernels.sm90.fa3.spec import REGISTERS
+
+KERNELS = catalog.kernels("sm_90a")
+SPILLS = {
+    entry["kernel"]: entry
+    for entry in tomli.loads(
+        Path(__file__).with_name("resources.toml").read_text(encoding="utf-8")
+    ).get("spill", [])
+}
+# Of each kernel: multiplies of a warpgroup, loads by TMA, setmaxnreg. Not: local memory.
+WANTED = {"HGMMA", "UTMALDG", "USETMAXREG"}
+UNWANTED = {"LDL", "STL"}
+
+pytestmark = pytest.mark.slow
+every_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=str)
+
+
+@pytest.fixture(scope="module")
+def entries(
+    compile_all: Callable[[list[Kernel]], dict[Kernel, Entry]],
+) -> dict[Kernel, Entry]:
+    return compile_all(KERNELS)
+
+
+@every_kernel
+def test_no_kernel_spills_more_than_it_is_known_to(kernel: Kernel, entries: dict[Kernel, Entry]):
+    facts = entries[kernel].facts
+    spilled = facts["spill_stores"] + facts["spill_loads"]
+    known = SPILLS.get(str(kernel), {"bytes": 0})["bytes"]
+    assert spilled <= known, f"{kernel} spills {spilled} bytes, {known} are known"
+    assert spilled == known, f"{kernel} spills {spilled} bytes now: lower resources.toml's {known}"
+    assert known or not facts["stack"]
+
+
+def test_every_known_spill_has_a_reason_and_a_kernel():
+    assert SPILLS.keys() <= set(map(str, KERNELS))
+    assert all(entry["reason"].strip() and entry["bytes"] > 0 for entry in SPILLS.values())
+
+
+@every_kernel
+def test_registers_and_shared_memory_are_the_specs(kernel: Kernel, entries: dict[Kernel, Entry]):
+    facts, spec = entries[kernel].facts, kernel.spec
+    # What a launch allots is a multiple of 8; setmaxnreg hands the same registers out anew.
+    assert facts["registers"] == REGISTERS // spec.threads // 8 * 8
+    loads, computes = spec.registers
+    assert loads + spec.warpgroups * computes <= REGISTERS // 128
+    assert facts["smem"] == spec.smem_bytes
+
+
+@every_kernel
+def test_the_instructions_that_matter_are_there(kernel: Kernel, entries: dict[Kernel, Entry]):
+    program = sass.disassembler()
+    if program is None:
+        pytest.skip("no nvdisasm; triton's wheel has one")
+    found = sass.instructions(entries[kernel].files[".cubin"], program)
+    families = {name.split(".")[0] for name in found}
+    assert WANTED <= families
+    # TMA cannot clip a packed sequence's end, so its rows are stored by threads.
+    assert ("UTMASTG" in families) != kernel.spec.packed
+    if str(kernel) not in SPILLS:
+        assert not families & UNWANTED
+    dtype = {"float16": "F16", "bfloat16": "BF16"}[kernel.spec.dtype]
+    multiplies = [name for name in found if name.startswith("HGMMA")]
+    assert {".F32" in name for name in multiplies} == {True}
+    assert {name.endswith(".BF16") for name in multiplies} == {dtype == "BF16"}
+
+
+def test_names_tell_kernels_apart():
+    assert len({str(kernel) for kernel in KERNELS}) == len(KERNELS)
