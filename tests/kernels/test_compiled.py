@@ -68,7 +68,7 @@ def test_the_instructions_that_matter_are_there(kernel: Kernel, entries: dict[Ke
         pytest.skip("no nvdisasm; triton's wheel has one")
     found = sass.instructions(entries[kernel].files[".cubin"], program)
     families = {name.split(".")[0] for name in found}
-    assert WANTED <= families
+    assert families >= WANTED
     # TMA cannot clip a packed sequence's end, so its rows are stored by threads.
     assert ("UTMASTG" in families) != kernel.spec.packed
     if str(kernel) not in SPILLS:
