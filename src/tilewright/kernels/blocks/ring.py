@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Boolean, Int32
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,11 @@ class Ring:
             cute.arch.mbarrier_init(self.barriers + self.stages + stage, consumers)
 
     def index(self, n: Int32) -> Int32:
-        return n % self.stages
+        return n & (self.stages - 1) if self._is_power_of_2 else n % self.stages
+
+    @property
+    def _is_power_of_2(self) -> bool:
+        return self.stages & (self.stages - 1) == 0
 
     def full(self, n: Int32) -> cute.Pointer:
         return self.barriers + self.index(n)
@@ -37,6 +41,10 @@ class Ring:
 
     def wait_full(self, n: Int32) -> None:
         cute.arch.mbarrier_wait(self.full(n), self._round(n))
+
+    def is_full(self, n: Int32) -> Boolean:
+        """A look that does not wait. Taken early, it hides the latency of a wait that is over."""
+        return cute.arch.mbarrier_test_wait(self.full(n), self._round(n))
 
     def wait_empty(self, n: Int32) -> None:
         # The round before the first one counts as complete, so a fresh ring is empty.
@@ -54,4 +62,6 @@ class Ring:
             cute.arch.mbarrier_arrive(self.empty(n))
 
     def _round(self, n: Int32) -> Int32:
+        if self._is_power_of_2:
+            return (n >> self.stages.bit_length() - 1) & 1
         return (n // self.stages) & 1

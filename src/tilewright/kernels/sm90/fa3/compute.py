@@ -68,7 +68,8 @@ def attend_tiles(
         regs.acc_O.fill(0.0)
         begin, end = key_blocks(spec, op, tile)
         for back in cutlass.range(1, end - begin, unroll=1):
-            attend_block(spec, op, ch, regs, tile, blocks + back, end - 1 - back)
+            has_next = back + 1 < end - begin
+            attend_block(spec, op, ch, regs, tile, blocks + back, end - 1 - back, has_next)
         blocks += end - begin
         ch.tile.wait_full(tiles + 1)
         following = Tile.read(sm.sTile, ch.tile.index(tiles + 1))
@@ -98,24 +99,36 @@ def start_tile(
     acc_S = regs.multiply_S(ch.k.index(n))
     matmul.wait(0)
     ch.k.release(n)
-    start_softmax(spec, op, regs, acc_S, tile)
+    start_softmax(spec, op, ch, regs, acc_S, tile, n)
 
 
 @cute.jit
 def attend_block(
-    spec: Constexpr, op: Operands, ch: Channels, regs: Constexpr, tile: Tile, n: Int32, block: Int32
+    spec: Constexpr,
+    op: Operands,
+    ch: Channels,
+    regs: Constexpr,
+    tile: Tile,
+    n: Int32,
+    block: Int32,
+    has_next: Boolean,
 ):
-    """S of key block `block`, which is number `n`, over P V of the one before; then its P."""
-    ch.k.wait_full(n)
+    """S of key block `block`, which is number `n` and there, over P V of the one before; its P."""
+    is_there = ch.v.is_full(n - 1)
     take_turn(spec, regs.w)
     acc_S = regs.multiply_S(ch.k.index(n))
-    ch.v.wait_full(n - 1)
+    if not is_there:
+        ch.v.wait_full(n - 1)
     regs.multiply_O(ch.v.index(n - 1))
     pass_turn(spec, regs.w)
     matmul.wait(1)
     ch.k.release(n)
+    is_there = ch.k.is_full(n + 1)
     make_P(spec, op, regs, matmul.as_rows(acc_S), tile, block)
-    keep_order(ch)
+    # The next K is waited for here because of the branch: without one, the assembler moves the end
+    # of P V up to before the softmax that should run under it.
+    if has_next & (not is_there):
+        ch.k.wait_full(n + 1)
     matmul.wait(0)
     ch.v.release(n - 1)
     regs.convert_P(acc_S)
@@ -147,7 +160,7 @@ def turn_over(
         ch.k.release(n)
         ch.v.release(n - 1)
         store(spec, op, sm, ch, regs, tile, tiles)
-        start_softmax(spec, op, regs, acc_S, following)
+        start_softmax(spec, op, ch, regs, acc_S, following, n)
     else:
         last_multiply(spec, ch, regs, tiles, n - 1)
         store(spec, op, sm, ch, regs, tile, tiles)
@@ -171,35 +184,46 @@ def attend_tiles_in_order(
 ):
     """S, softmax, P V, one after the other: only other warpgroups fill the tensor cores."""
     tiles, blocks = Int32(0), Int32(0)
-    while tile.q_block >= 0:
+    is_left = Boolean(True)
+    while is_left:
         take_Q(spec, ch, regs, tiles)
         regs.acc_O.fill(0.0)
         regs.softmax.reset()
         begin, end = key_blocks(spec, op, tile)
         for back in cutlass.range(0, end - begin, unroll=1):
-            n = blocks + back
-            ch.k.wait_full(n)
-            take_turn(spec, regs.w)
-            acc_S = regs.multiply_S(ch.k.index(n))
-            matmul.wait(0)
-            pass_turn(spec, regs.w)
-            ch.k.release(n)
-            make_P(spec, op, regs, matmul.as_rows(acc_S), tile, end - 1 - back)
-            rescale(spec, regs)
-            regs.convert_P(acc_S)
-            ch.v.wait_full(n)
-            regs.multiply_O(ch.v.index(n))
-            matmul.wait(0)
-            ch.v.release(n)
+            attend_block_in_order(spec, op, ch, regs, tile, blocks + back, end - 1 - back)
+        blocks += end - begin
         if const_expr(spec.frees_q_early and not spec.q_in_registers):
             ch.q.release(tiles)
-        blocks += end - begin
         store(spec, op, sm, ch, regs, tile, tiles)
         tiles += 1
         ch.tile.wait_full(tiles)
         tile = Tile.read(sm.sTile, ch.tile.index(tiles))
-        if tile.q_block >= 0:
+        is_left = tile.q_block >= 0
+        if is_left:
             ch.tile.release(tiles)
+
+
+@cute.jit
+def attend_block_in_order(
+    spec: Constexpr, op: Operands, ch: Channels, regs: Constexpr, tile: Tile, n: Int32, block: Int32
+):
+    """S of key block `block`, which is number `n`, its P, and P V."""
+    is_there = ch.v.is_full(n)
+    ch.k.wait_full(n)
+    take_turn(spec, regs.w)
+    acc_S = regs.multiply_S(cute.arch.make_warp_uniform(ch.k.index(n)))
+    matmul.wait(0)
+    pass_turn(spec, regs.w)
+    ch.k.release(n)
+    make_P(spec, op, regs, matmul.as_rows(acc_S), tile, block)
+    rescale(spec, regs)
+    regs.convert_P(acc_S)
+    if not is_there:
+        ch.v.wait_full(n)
+    regs.multiply_O(cute.arch.make_warp_uniform(ch.v.index(n)))
+    matmul.wait(0)
+    ch.v.release(n)
 
 
 @cute.jit
@@ -214,13 +238,21 @@ def take_Q(spec: Constexpr, ch: Channels, regs: Constexpr, tiles: Int32):
 
 @cute.jit
 def start_softmax(
-    spec: Constexpr, op: Operands, regs: Constexpr, acc_S: cute.Tensor, tile: Tile
+    spec: Constexpr,
+    op: Operands,
+    ch: Channels,
+    regs: Constexpr,
+    acc_S: cute.Tensor,
+    tile: Tile,
+    n: Int32,
 ):
-    """P of a tile's last block, the first to be done."""
+    """P of a tile's last block, the first to be done, which is number `n`."""
     regs.softmax.reset()
-    _, end = key_blocks(spec, op, tile)
+    begin, end = key_blocks(spec, op, tile)
     make_P(spec, op, regs, matmul.as_rows(acc_S), tile, end - 1)
     regs.convert_P(acc_S)
+    if end - begin > 1:
+        ch.k.wait_full(n + 1)
 
 
 @cute.jit
@@ -267,15 +299,6 @@ def rescale(spec: Constexpr, regs: Constexpr):
             regs.rescale_O()
     else:
         regs.rescale_O()
-
-
-def keep_order(ch: Channels) -> None:
-    """Nothing moves across: here, the end of P V to before the softmax that should run under it.
-
-    The assembler sees no reason to keep the two apart, but it does not move code out of a loop, and
-    every wait for an mbarrier is one. This one is over before it begins.
-    """
-    cute.arch.mbarrier_wait(ch.over, 0)
 
 
 def take_turn(spec: Any, w: Int32) -> None:

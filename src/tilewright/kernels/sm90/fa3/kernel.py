@@ -137,7 +137,6 @@ class Forward:
             q=ring(smem, 1),
             k=ring(smem, spec.k_stages),
             v=ring(smem, spec.v_stages),
-            over=smem.allocate_array(cutlass.Int64, 1),
             tail=ring(smem, 1),
         )
         sTile = smem.allocate_tensor(Int32, cute.make_layout((TILE_WORDS, TILE_SLOTS)), 16)
@@ -155,8 +154,6 @@ class Forward:
             for loaded in (ch.q, ch.k, ch.v):
                 loaded.initialise(producers=1, consumers=consumers)
             ch.tail.initialise(producers=1, consumers=1)
-            cute.arch.mbarrier_init(ch.over, 1)
-            cute.arch.mbarrier_arrive(ch.over)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         few, many = spec.registers

@@ -74,15 +74,14 @@ class Channels:
     q: Ring  # load -> compute
     k: Ring
     v: Ring
-    over: cute.Pointer  # an mbarrier whose first phase is over before anyone looks
     tail: Ring  # load -> load: a tile of V that needs its last rows zeroed
 
 
 class Sync(IntEnum):
     """Named barriers. 0 is the whole CTA's."""
 
-    TURN = 1  # and the next two: a warpgroup may issue its matrix multiplies
-    OUT = 4  # and the next two: a warpgroup's O is written, or read
+    TURN = 1  # and the next three: a warpgroup may issue its matrix multiplies
+    OUT = 8  # and the next three: a warpgroup's O is written, or read
 
 
 @dataclass(frozen=True)

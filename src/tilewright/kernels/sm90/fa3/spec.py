@@ -64,7 +64,7 @@ class ForwardSpec:
     @property
     def registers(self) -> tuple[int, int]:
         """A thread's, of the loading warpgroup and of the computing ones."""
-        return {1: (56, 256), 2: (24, 240), 3: (32, 160)}[self.warpgroups]
+        return {1: (56, 256), 2: (24, 240), 3: (32, 160), 4: (24, 120)}[self.warpgroups]
 
     @property
     def smem_bytes(self) -> int:
@@ -81,8 +81,8 @@ class ForwardSpec:
         for name, dim in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
             if dim not in HEAD_DIMS:
                 return f"{name}={dim}: tiles have one of {HEAD_DIMS}"
-        if self.tile_q % MMA_ROWS or not 1 <= self.warpgroups <= 3:
-            return f"tile_q={self.tile_q}: one to three warpgroups multiply {MMA_ROWS} rows each"
+        if self.tile_q % MMA_ROWS or not 1 <= self.warpgroups <= 4:
+            return f"tile_q={self.tile_q}: one to four warpgroups multiply {MMA_ROWS} rows each"
         if self.tile_kv % 16 or not 16 <= self.tile_kv <= 256:
             return f"tile_kv={self.tile_kv}: P V takes a multiple of 16 keys, S at the most 256"
         if self.carries_over and not (self.overlap and self.q_in_registers and self.frees_q_early):
