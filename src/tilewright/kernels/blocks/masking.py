@@ -42,9 +42,7 @@ class Band:
         return begin, end
 
 
-def mask_scores(
-    S: cute.Tensor, columns: list[int], first: list[Any], past: list[Int32]
-) -> None:
+def mask_scores(S: cute.Tensor, columns: list[int], first: list[Any], past: list[Int32]) -> None:
     """S (row, col) becomes -inf where a key is hidden.
 
     `columns` are the static columns of the thread's elements; `first` and `past` hold each row's

@@ -12,9 +12,15 @@ import math
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Boolean, Float32
 
-from tilewright.kernels.blocks.arithmetic import exp2, fma, fmax, select
+from tilewright.kernels.blocks.arithmetic import (
+    exp2,
+    fma,
+    fmax,
+    reciprocal,
+    select,
+)
 from tilewright.kernels.blocks.carried import Unchanged
 from tilewright.kernels.blocks.exp2 import exp2_by_polynomial
 
@@ -39,7 +45,25 @@ class Softmax(Unchanged):
         for r in range(self.rows):
             self._shift(S, factor, r)
         for r in range(self.rows):
-            self._exponentiate(S, factor, r)
+            self._exponentiate(S, r)
+            self.sum[r] = fma(self.sum[r], factor[r], self._row_sum(S, r))
+
+    def step_ahead(self, S: cute.Tensor) -> Boolean:
+        """S (row, col) becomes P by the maxima so far, while the tile's own are being taken.
+
+        Whether one of this thread's elements exceeds its row's maximum by more than the threshold:
+        then P is of no use, and the caller has to put the sums back and take a `step`.
+        """
+        exceeds = Boolean(False)
+        for r in range(self.rows):
+            scores = [S[r, c] for c in range(cute.size(S, mode=[1]))]
+            largest = _reduce(fmax, scores)
+            # A row that has seen no key has exceeded -inf, unless it still sees none (then NaN).
+            excess = fma(largest, self.scale_log2, -self.maximum[r])
+            exceeds = exceeds | (excess > self.threshold)
+            self._exponentiate(S, r)
+            self.sum[r] = self.sum[r] + self._row_sum(S, r)
+        return exceeds
 
     def _shift(self, S: cute.Tensor, factor: cute.Tensor, r: int) -> None:
         """Take the row's new maximum, and with it the factor of what came before."""
@@ -56,15 +80,15 @@ class Softmax(Unchanged):
         # A row that has seen no key yet has no maximum; 0 instead keeps exp2(-inf - m) at 0.
         factor[r] = exp2(before - _finite(now))
 
-    def _exponentiate(self, S: cute.Tensor, factor: cute.Tensor, r: int) -> None:
+    def _exponentiate(self, S: cute.Tensor, r: int) -> None:
         reference = -_finite(self.maximum[r])
-        columns = cute.size(S, mode=[1])
-        for c in range(columns):
+        for c in range(cute.size(S, mode=[1])):
             x = fma(S[r, c], self.scale_log2, reference)
             by_polynomial = c % 16 < self.emulated
             S[r, c] = exp2_by_polynomial(x) if by_polynomial else exp2(x)
-        row = _reduce(lambda a, b: a + b, [S[r, c] for c in range(columns)])
-        self.sum[r] = fma(self.sum[r], factor[r], row)
+
+    def _row_sum(self, P: cute.Tensor, r: int) -> Float32:
+        return _reduce(lambda a, b: a + b, [P[r, c] for c in range(cute.size(P, mode=[1]))])
 
     def finish(self, sink_log2: Float32, factor: cute.Tensor, lse: cute.Tensor) -> None:
         """What is left to multiply O's rows by, and their natural log-sum-exp.
@@ -80,7 +104,7 @@ class Softmax(Unchanged):
             shrink = exp2(before - _finite(reference))
             total = total * shrink + exp2(sink_log2 - _finite(reference))
             is_empty = total == 0.0
-            factor[r] = select(is_empty, 0.0, shrink / total)
+            factor[r] = select(is_empty, 0.0, shrink * reciprocal(total))
             natural = (reference + cute.math.log2(total)) * math.log(2.0)
             lse[r] = select(is_empty, -Float32.inf, natural)
 
@@ -100,5 +124,3 @@ def _reduce(combine: Any, values: list[Any]) -> Any:
     while len(chains) > 1:
         chains = [combine(*pair) for pair in zip(chains[::2], chains[1::2], strict=True)]
     return chains[0]
-
-

@@ -7,7 +7,7 @@ from typing import Any
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32
-from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.utils import LayoutEnum
 
 K_MAJOR, MN_MAJOR = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
@@ -89,3 +89,36 @@ def as_operand_A(acc: cute.Tensor) -> cute.Tensor:
         ((pair, row, 2), 1, octet // 2), stride=((s_pair, s_row, s_octet), 0, 2 * s_octet)
     )
     return cute.make_tensor(acc.iterator, layout)
+
+
+def multiply_again(acc: cute.Tensor, rA: Any, sA: cute.Tensor, sB: cute.Tensor) -> None:
+    """acc = A B^T once more, by one warp's own multiplies, out of step with its warpgroup.
+
+    `acc`, and `rA` where A is in registers, are those of the warpgroup's multiply: per warp, mma.sync
+    lays its fragments out in the same way. sA is this warp's 16 rows, (row, k), sB (column, k).
+    """
+    dtype = sB.element_type
+    mma = cute.make_tiled_mma(warp.MmaF16BF16Op(dtype, Float32, (16, 8, 16)))
+    lane = cute.arch.lane_idx()
+    part = mma.get_slice(lane)
+    load_A = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), dtype)
+    load_B = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 2), dtype)
+    copy_A = cute.make_tiled_copy_A(load_A, mma).get_slice(lane)
+    copy_B = cute.make_tiled_copy_B(load_B, mma).get_slice(lane)
+    (pair, row, octets), strides = acc.layout.shape[0], acc.layout.stride[0]
+    tC_layout = cute.make_layout(((pair, row), 1, 1), stride=(strides[:2], 0, 0))
+    acc.fill(0.0)
+    for k in range(cute.size(sB, mode=[1]) // 16):
+        if rA is None:
+            sA_step = cute.local_tile(sA, (16, 16), (0, k))
+            tA = mma.make_fragment_A(part.partition_A(sA_step))  # (v, 1, 1)
+            cute.copy(load_A, copy_A.partition_S(sA_step), copy_A.retile(tA))
+            tA = tA[None, None, 0]
+        else:
+            tA = rA[None, None, k]
+        for n in range(octets):
+            sB_step = cute.local_tile(sB, (8, 16), (n, k))
+            tB = mma.make_fragment_B(part.partition_B(sB_step))  # (v, 1, 1)
+            cute.copy(load_B, copy_B.partition_S(sB_step), copy_B.retile(tB))
+            tC = cute.make_tensor(acc.iterator + n * strides[2], tC_layout)
+            cute.gemm(mma, tC, tA, tB[None, None, 0], tC)

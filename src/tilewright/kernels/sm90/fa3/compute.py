@@ -122,9 +122,14 @@ def attend_block(
     regs.multiply_O(ch.v.index(n - 1))
     pass_turn(spec, regs.w)
     matmul.wait(1)
-    ch.k.release(n)
     is_there = ch.k.is_full(n + 1)
-    make_P(spec, op, regs, matmul.as_rows(acc_S), tile, block)
+    has_moved = Boolean(True)
+    if const_expr(spec.goes_ahead):
+        has_moved = make_P_ahead(spec, op, ch, regs, acc_S, tile, n, block)
+        ch.k.release(n)
+    else:
+        ch.k.release(n)
+        make_P(spec, op, regs, matmul.as_rows(acc_S), tile, block)
     # The next K is waited for here because of the branch: without one, the assembler moves the end
     # of P V up to before the softmax that should run under it.
     if has_next & (not is_there):
@@ -132,7 +137,11 @@ def attend_block(
     matmul.wait(0)
     ch.v.release(n - 1)
     regs.convert_P(acc_S)
-    rescale(spec, regs)
+    if const_expr(spec.goes_ahead):
+        if has_moved:
+            regs.rescale_O()
+    else:
+        rescale(spec, regs)
 
 
 @cute.jit
@@ -260,12 +269,45 @@ def make_P(
     spec: Constexpr, op: Operands, regs: Constexpr, S: cute.Tensor, tile: Tile, block: Int32
 ):
     """S (row, col) of key block `block` -> P, in place."""
-    if const_expr(spec.has_softcap):
-        for r in cutlass.range_constexpr(matmul.THREAD_ROWS):
-            for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
-                S[r, c] = tanh(S[r, c] * (op.scale / op.softcap))
+    cap(spec, op, S)
     hide(spec, op, regs, S, tile, block)
     regs.softmax.step(S, regs.factor)
+
+
+@cute.jit
+def make_P_ahead(
+    spec: Constexpr,
+    op: Operands,
+    ch: Channels,
+    regs: Constexpr,
+    acc_S: cute.Tensor,
+    tile: Tile,
+    n: Int32,
+    block: Int32,
+) -> Boolean:
+    """The same by the maxima so far. If they do not do, S is multiplied once more and they move.
+
+    So the maxima of the block are off the path from S to P, and run under its exponentials.
+    """
+    S = matmul.as_rows(acc_S)
+    cap(spec, op, S)
+    hide(spec, op, regs, S, tile, block)
+    sums = [regs.softmax.sum[r] for r in range(matmul.THREAD_ROWS)]
+    has_moved = Boolean(cute.arch.vote_any_sync(regs.softmax.step_ahead(S)))
+    if has_moved:
+        for r in cutlass.range_constexpr(matmul.THREAD_ROWS):
+            regs.softmax.sum[r] = sums[r]
+        regs.multiply_S_again(acc_S, ch.k.index(n))
+        make_P(spec, op, regs, S, tile, block)
+    return has_moved
+
+
+def cap(spec: Any, op: Operands, S: cute.Tensor) -> None:
+    """The logits' tanh, where there is a softcap."""
+    if spec.has_softcap:
+        for r in range(matmul.THREAD_ROWS):
+            for c in range(cute.size(S, mode=[1])):
+                S[r, c] = tanh(S[r, c] * (op.scale / op.softcap))
 
 
 @cute.jit

@@ -6,7 +6,7 @@ from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import warp
+from cutlass.cute.nvgpu import warp, warpgroup
 
 from tilewright.kernels.blocks.carried import Unchanged
 from tilewright.kernels.blocks.softmax import Softmax
@@ -23,7 +23,7 @@ class Registers(Unchanged):
         self, spec: Any, op: Operands, sm: Shared, mmas: tuple[Any, Any], thread: Int32, w: Int32
     ):
         self.mma_S, self.mma_O = mmas
-        self.sQ, self.thread, self.w = sm.sQ[None, None, w], thread, w
+        self.sQ, self.sK, self.thread, self.w = sm.sQ[None, None, w], sm.sK, thread, w
         part_S, part_O = self.mma_S.get_slice(thread), self.mma_O.get_slice(thread)
         self.tSrQ = self.mma_S.make_fragment_A(part_S.partition_A(self.sQ))
         self.tSrK = self.mma_S.make_fragment_B(part_S.partition_B(sm.sK))
@@ -57,6 +57,12 @@ class Registers(Unchanged):
         B = self.tSrK[None, None, None, stage]
         matmul.gemm(self.mma_S, acc_S, self.tSrQ, B, accumulate=False)
         return acc_S
+
+    def multiply_S_again(self, acc_S: cute.Tensor, stage: Int32) -> None:
+        """S of this warp's 16 rows, once more."""
+        rQ = self.tSrQ if self.mma_S.op.a_src == warpgroup.OperandSource.RMEM else None
+        sQ = cute.local_tile(self.sQ, (16, cute.size(self.sQ, mode=[1])), (self.thread // 32, 0))
+        matmul.multiply_again(acc_S, rQ, sQ, self.sK[None, None, stage])
 
     def multiply_O(self, stage: Int32) -> None:
         # O += P V

@@ -61,7 +61,9 @@ def schedule(spec: Constexpr, op: Operands, sm: Shared, ch: Channels):
             head, q_block = place(spec, index, heads, blocks, section)
             batch = head // op.heads_q
             rows = op.seqlen_q
-            tile = Tile(head - batch * op.heads_q, batch, q_block, zero, rows, rows, zero, op.seqlen_k)
+            tile = Tile(
+                head - batch * op.heads_q, batch, q_block, zero, rows, rows, zero, op.seqlen_k
+            )
             publish(sm, ch, n, tile)
             n += 1
             index = next_tile(spec, op, index)
@@ -151,7 +153,9 @@ def next_tile(spec: Constexpr, op: Operands, index: Int32) -> Int32:
     if const_expr(spec.dynamic):
         ticket = Int32(0)
         if cute.arch.lane_idx() == 0:
-            ticket = cute.arch.atomic_add(op.mCounter.iterator, Int32(1), sem="relaxed", scope="gpu")
+            ticket = cute.arch.atomic_add(
+                op.mCounter.iterator, Int32(1), sem="relaxed", scope="gpu"
+            )
         following = cute.arch.shuffle_sync(ticket, 0) + ctas
     return following
 

@@ -39,6 +39,7 @@ class ForwardSpec:
     overlap: bool = True  # S of the next block is issued before this block's P V
     carries_over: bool = False  # the next tile's first S is issued with the last P V of this one
     rescale_threshold: float = 0.0  # log2 of how far a row's maximum may lag; 0 rescales always
+    goes_ahead: bool = False  # exp2 takes the maxima so far; a block that exceeds them is redone
     exp2_emulated: int = 0  # of each 16 elements of a row, those whose exp2 is a polynomial
     longest_first: bool = True
     dynamic: bool = True  # tiles are handed out by a counter in memory

@@ -31,8 +31,10 @@ def store(
     mine = first + 16 * (regs.thread // 32) + lane // matmul.ROW_LANES
     lse = cute.make_rmem_tensor(matmul.THREAD_ROWS, Float32)
     regs.softmax.finish(op.mSink[tile.head].to(Float32) * LOG2_E, regs.factor, lse)
-    mLSE = op.mLSE[None, tile.head] if const_expr(spec.packed) else (
-        op.mLSE[None, tile.head, tile.batch]
+    mLSE = (
+        op.mLSE[None, tile.head]
+        if const_expr(spec.packed)
+        else (op.mLSE[None, tile.head, tile.batch])
     )
     for r in cutlass.range_constexpr(matmul.THREAD_ROWS):
         row = mine + 8 * r
