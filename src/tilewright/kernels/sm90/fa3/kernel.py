@@ -2,6 +2,7 @@
 
     schedule  1 warp        counter in memory -> tiles of work
     load      1 warp        tiles -> Q, K, V in shared memory, by TMA
+    fetch     1 warp        coming tiles -> L2
     compute   2-3 x 4 warps S = Q K^T | softmax | O += P V | O, LSE to memory
 
 Shapes: q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), out like q with Dv, lse (B, Hq, Sq);
@@ -21,7 +22,7 @@ from cutlass.cute.nvgpu import cpasync
 from tilewright.kernels.blocks.ring import Ring
 from tilewright.kernels.sm90 import matmul
 from tilewright.kernels.sm90.fa3.compute import compute
-from tilewright.kernels.sm90.fa3.load import load
+from tilewright.kernels.sm90.fa3.load import fetch_ahead, load
 from tilewright.kernels.sm90.fa3.operands import (
     TILE_WORDS,
     Channels,
@@ -33,7 +34,7 @@ from tilewright.kernels.sm90.fa3.operands import (
 from tilewright.kernels.sm90.fa3.schedule import schedule
 from tilewright.kernels.sm90.fa3.spec import ForwardSpec
 
-TILE_SLOTS = 2
+TILE_SLOTS = 4
 DTYPES = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
 
 
@@ -150,7 +151,7 @@ class Forward:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         consumers = 4 * spec.warpgroups  # warps
         if thread == 0:
-            ch.tile.initialise(producers=1, consumers=consumers + 1)
+            ch.tile.initialise(producers=1, consumers=consumers + (2 if spec.blocks_ahead else 1))
             for loaded in (ch.q, ch.k, ch.v):
                 loaded.initialise(producers=1, consumers=consumers)
             ch.tail.initialise(producers=1, consumers=1)
@@ -163,6 +164,9 @@ class Forward:
                 load(spec, op, sm, ch)
             if warp == 1:
                 schedule(spec, op, sm, ch)
+            if const_expr(spec.blocks_ahead > 0):
+                if warp == 2:
+                    fetch_ahead(spec, op, sm, ch)
         else:
             cute.arch.setmaxregister_increase(many)
             mmas = (

@@ -39,26 +39,28 @@ def rows_of(spec: Any, tensor: cute.Tensor, head: Int32, batch: Int32, start: In
     return tensor[None, None, head, batch]
 
 
+def tile_views(spec: Any, op: Operands, sm: Shared, tile: Tile) -> tuple[Any, Any, Any]:
+    """(smem, gmem) of Q, K and V, both cut into what one copy moves: (tma, slot), (tma, block)."""
+    head_k = tile.head // (op.heads_q // op.heads_k)
+    mQ = rows_of(spec, op.q.tensor, tile.head, tile.batch, tile.q_start, 0)
+    mK = rows_of(spec, op.k.tensor, head_k, tile.batch, tile.k_start, 0)
+    mV = rows_of(spec, op.v.tensor, head_k, tile.batch, tile.k_start, 1)
+    gQ = cute.local_tile(mQ, (ROWS, spec.head_dim), (None, 0))  # (64, d, block)
+    gK = cute.local_tile(mK, (spec.tile_kv, spec.head_dim), (None, 0))  # (kv, d, block)
+    gV = cute.local_tile(mV, (spec.head_dim_v, spec.tile_kv), (0, None))  # (d, kv, block)
+    return views(op.q, gQ, sm.sQ), views(op.k, gK, sm.sK), views(op.v, gV, sm.sV)
+
+
 @cute.jit
 def load(spec: Constexpr, op: Operands, sm: Shared, ch: Channels):
     """gmem Q, K, V -> smem. One warp."""
-    group = op.heads_q // op.heads_k
     tiles, blocks, tails = Int32(0), Int32(0), Int32(0)
     ch.tile.wait_full(tiles)
     tile = Tile.read(sm.sTile, ch.tile.index(tiles))
     while tile.q_block >= 0:
         ch.tile.release(tiles)
         begin, end = key_blocks(spec, op, tile)
-        head_k = tile.head // group
-        mQ = rows_of(spec, op.q.tensor, tile.head, tile.batch, tile.q_start, 0)
-        mK = rows_of(spec, op.k.tensor, head_k, tile.batch, tile.k_start, 0)
-        mV = rows_of(spec, op.v.tensor, head_k, tile.batch, tile.k_start, 1)
-        gQ = cute.local_tile(mQ, (ROWS, spec.head_dim), (None, 0))  # (64, d, block)
-        gK = cute.local_tile(mK, (spec.tile_kv, spec.head_dim), (None, 0))  # (kv, d, block)
-        gV = cute.local_tile(mV, (spec.head_dim_v, spec.tile_kv), (0, None))  # (d, kv, block)
-        tQsQ, tQgQ = views(op.q, gQ, sm.sQ)
-        tKsK, tKgK = views(op.k, gK, sm.sK)
-        tVsV, tVgV = views(op.v, gV, sm.sV)
+        (tQsQ, tQgQ), (tKsK, tKgK), tV = tile_views(spec, op, sm, tile)
         # K first: its slot may be free while the last tile's Q is still being read.
         load_block(op.k, ch.k, tKgK, tKsK, blocks, end - 1)
         ch.q.wait_empty(tiles)
@@ -68,10 +70,34 @@ def load(spec: Constexpr, op: Operands, sm: Shared, ch: Channels):
             cute.copy(op.q.copy, tQgQ[None, block], tQsQ[None, w], tma_bar_ptr=full)
         for back in cutlass.range(1, end - begin, unroll=1):
             load_block(op.k, ch.k, tKgK, tKsK, blocks + back, end - 1 - back)
-            n, block = blocks + back - 1, end - back
-            tails = load_values(spec, op, sm, ch, (tVgV, tVsV), n, block, tile, tails)
+            rows = tile.seqlen_k - (end - back) * spec.tile_kv
+            tails = load_values(spec, op, sm, ch, tV, blocks + back - 1, end - back, rows, tails)
         blocks += end - begin
-        tails = load_values(spec, op, sm, ch, (tVgV, tVsV), blocks - 1, begin, tile, tails)
+        rows = tile.seqlen_k - begin * spec.tile_kv
+        tails = load_values(spec, op, sm, ch, tV, blocks - 1, begin, rows, tails)
+        tiles += 1
+        ch.tile.wait_full(tiles)
+        tile = Tile.read(sm.sTile, ch.tile.index(tiles))
+
+
+@cute.jit
+def fetch_ahead(spec: Constexpr, op: Operands, sm: Shared, ch: Channels):
+    """gmem Q, K, V -> L2, the first of each tile as soon as it is known which is next. One warp.
+
+    The rings are two blocks deep, which hides the latency of L2 but not that of memory.
+    """
+    tiles = Int32(0)
+    ch.tile.wait_full(tiles)
+    tile = Tile.read(sm.sTile, ch.tile.index(tiles))
+    while tile.q_block >= 0:
+        ch.tile.release(tiles)
+        begin, end = key_blocks(spec, op, tile)
+        (_, tQgQ), (_, tKgK), (_, tVgV) = tile_views(spec, op, sm, tile)
+        for w in cutlass.range_constexpr(spec.warpgroups):
+            cute.prefetch(op.q.copy, tQgQ[None, tile.q_block * spec.warpgroups + w])
+        for block in cutlass.range(cutlass.max(begin, end - spec.blocks_ahead), end, unroll=1):
+            cute.prefetch(op.k.copy, tKgK[None, block])
+            cute.prefetch(op.v.copy, tVgV[None, block])
         tiles += 1
         ch.tile.wait_full(tiles)
         tile = Tile.read(sm.sTile, ch.tile.index(tiles))
@@ -93,19 +119,19 @@ def load_values(
     tV: Any,
     n: Int32,
     block: Int32,
-    tile: Tile,
+    rows: Int32,
     tails: Int32,
 ) -> Int32:
-    """A tile of V into slot `n`; `tails` counts those that needed their last rows zeroed.
+    """A tile of V into slot `n`. `rows` are left of the sequence from its first one on; `tails`
+    counts the tiles that needed their last rows zeroed.
 
     Past a packed sequence's end lie rows of others, whose NaN times a probability of 0 would be NaN.
     The engine cannot clip there, so that block is waited for, and the rows are zeroed.
     """
-    tVgV, tVsV = tV
+    tVsV, tVgV = tV
     if const_expr(not spec.packed):
         load_block(op.v, ch.v, tVgV, tVsV, n, block)
     else:
-        rows = tile.seqlen_k - block * spec.tile_kv
         if rows >= spec.tile_kv:
             load_block(op.v, ch.v, tVgV, tVsV, n, block)
         else:
