@@ -16,9 +16,9 @@ _FULL: dict[tuple[int, int], dict[str, Any]] = {
     (64, 64): {"tile_q": 192, "tile_kv": 128},
     (96, 96): {"tile_q": 128, "tile_kv": 128},
     (128, 128): {"tile_q": 128, "tile_kv": 128},
-    (192, 128): {"tile_q": 128, "tile_kv": 112, "out_shares_q": True},
-    (192, 192): {"tile_q": 128, "tile_kv": 112, "out_shares_q": True},
-    (256, 256): {"tile_q": 128, "tile_kv": 80, "out_shares_q": True},
+    (192, 128): {"tile_q": 128, "tile_kv": 112},
+    (192, 192): {"tile_q": 128, "tile_kv": 112},
+    (256, 256): {"tile_q": 128, "tile_kv": 80},
 }
 _BOUNDED = _FULL
 

@@ -33,7 +33,7 @@ from tilewright.kernels.sm90.fa3.operands import (
 )
 from tilewright.kernels.sm90.fa3.registers import Registers
 from tilewright.kernels.sm90.fa3.spec import ForwardSpec
-from tilewright.kernels.sm90.fa3.store import store, wait_for_stores
+from tilewright.kernels.sm90.fa3.store import store
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,6 @@ def compute(spec: Constexpr, op: Operands, sm: Shared, ch: Channels, mmas: Const
             attend_tiles(wg, tile)
         else:
             attend_tiles_in_order(wg, tile)
-    if const_expr(not spec.packed):
-        wait_for_stores(thread % 128)
 
 
 @cute.jit
@@ -96,7 +94,7 @@ def attend_tiles(wg: Constexpr, tile: Tile):
             tile = following
             tiles += 1
     last_multiply(wg, tiles, blocks - 1)
-    store(wg.spec, wg.op, wg.sm, ch, wg.regs, tile, tiles)
+    store(wg.spec, wg.op, wg.regs, tile)
 
 
 @cute.jit
@@ -156,18 +154,18 @@ def turn_over(wg: Constexpr, tile: Tile, following: Tile, tiles: Int32, n: Int32
         matmul.wait(0)
         ch.k.release(n)
         ch.v.release(n - 1)
-        store(wg.spec, wg.op, wg.sm, ch, regs, tile, tiles)
+        store(wg.spec, wg.op, regs, tile)
         start_softmax(wg, acc_S, following, n)
     else:
         last_multiply(wg, tiles, n - 1)
-        store(wg.spec, wg.op, wg.sm, ch, regs, tile, tiles)
+        store(wg.spec, wg.op, regs, tile)
         start_tile(wg, following, tiles + 1, n)
 
 
 @cute.jit
 def last_multiply(wg: Constexpr, tiles: Int32, n: Int32):
     """O += P V of a tile's first block, which is number `n` and the last to be done."""
-    if const_expr(wg.spec.frees_q_early and not wg.spec.q_in_registers):
+    if const_expr(not wg.spec.q_in_registers):
         wg.ch.q.release(tiles)
     wg.ch.v.wait_full(n)
     wg.regs.multiply_O(wg.ch.v.index(n))
@@ -189,9 +187,9 @@ def attend_tiles_in_order(wg: Constexpr, tile: Tile):
         for back in cutlass.range(0, end - begin, unroll=1):
             attend_block_in_order(wg, tile, blocks + back, end - 1 - back)
         blocks += end - begin
-        if const_expr(wg.spec.frees_q_early and not wg.spec.q_in_registers):
+        if const_expr(not wg.spec.q_in_registers):
             ch.q.release(tiles)
-        store(wg.spec, wg.op, wg.sm, ch, wg.regs, tile, tiles)
+        store(wg.spec, wg.op, wg.regs, tile)
         tiles += 1
         ch.tile.wait_full(tiles)
         tile = Tile.read(wg.sm.sTile, ch.tile.index(tiles))
@@ -227,8 +225,7 @@ def take_Q(wg: Constexpr, tiles: Int32):
     wg.ch.q.wait_full(tiles)
     if const_expr(wg.spec.q_in_registers):
         wg.regs.read_Q()
-        if const_expr(wg.spec.frees_q_early):
-            wg.ch.q.release(tiles)
+        wg.ch.q.release(tiles)
 
 
 @cute.jit
@@ -260,9 +257,7 @@ def make_P(wg: Constexpr, acc_S: cute.Tensor, tile: Tile, block: Int32) -> Boole
 
 
 @cute.jit
-def make_P_ahead(
-    wg: Constexpr, acc_S: cute.Tensor, tile: Tile, n: Int32, block: Int32
-) -> Boolean:
+def make_P_ahead(wg: Constexpr, acc_S: cute.Tensor, tile: Tile, n: Int32, block: Int32) -> Boolean:
     """The same by the maxima so far. If they do not do, S is multiplied once more and they move.
 
     So the maxima of the block are off the path from S to P, and run under its exponentials. Where

@@ -2,7 +2,6 @@
 
     schedule  1 warp        counter in memory -> tiles of work
     load      1 warp        tiles -> Q, K, V in shared memory, by TMA
-    fetch     1 warp        coming tiles -> L2
     compute   2-3 x 4 warps S = Q K^T | softmax | O += P V | O, LSE to memory
 
 Shapes: q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), out like q with Dv, lse (B, Hq, Sq);
@@ -22,7 +21,7 @@ from cutlass.cute.nvgpu import cpasync
 from tilewright.kernels.blocks.ring import Ring
 from tilewright.kernels.sm90 import matmul
 from tilewright.kernels.sm90.fa3.compute import compute
-from tilewright.kernels.sm90.fa3.load import fetch_ahead, load
+from tilewright.kernels.sm90.fa3.load import load
 from tilewright.kernels.sm90.fa3.operands import (
     TILE_WORDS,
     Channels,
@@ -34,7 +33,8 @@ from tilewright.kernels.sm90.fa3.operands import (
 from tilewright.kernels.sm90.fa3.schedule import schedule
 from tilewright.kernels.sm90.fa3.spec import ForwardSpec
 
-TILE_SLOTS = 4
+# One: a tile that is taken early is a tile that no idle CTA can take.
+TILE_SLOTS = 1
 DTYPES = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
 
 
@@ -69,7 +69,6 @@ class Forward:
         stream: Any,
     ):
         spec = self.spec
-        dtype = DTYPES[spec.dtype]
         packed = spec.packed
         rows_first, dim_first = ((0, 2, 1), (2, 0, 1)) if packed else ((1, 3, 2, 0), (3, 1, 2, 0))
         mQ, mK, mO = (permuted(x, rows_first) for x in (q, k, out))  # (rows, d, h[, b])
@@ -85,12 +84,8 @@ class Forward:
         )
         loads = [
             tma_operand(g2s, x, layout, tile)
-            for x, layout, tile in zip((mQ, mK, mV), layouts, tiles, strict=False)
+            for x, layout, tile in zip((mQ, mK, mV), layouts, tiles, strict=True)
         ]
-        s2g = cpasync.CopyBulkTensorTileS2GOp()
-        store_O = None
-        if const_expr(not packed):
-            store_O = tma_operand(s2g, mO, layouts[3], (matmul.ROWS, spec.head_dim_v))
         lengths = None
         if const_expr(packed):
             lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, used)
@@ -99,7 +94,6 @@ class Forward:
             batch = cute.size(mQ, mode=[3])
         op = Operands(
             *loads,
-            out=store_O,
             mO=mO,
             mLSE=mLSE,
             mSink=sink,
@@ -141,17 +135,13 @@ class Forward:
             tail=ring(smem, 1),
         )
         sTile = smem.allocate_tensor(Int32, cute.make_layout((TILE_WORDS, TILE_SLOTS)), 16)
-        sQ, sK, sV = (tensor(smem, dtype, layout) for layout in layouts[:3])
-        if const_expr(spec.out_shares_q):
-            sO = shared_with(sQ, layouts[3])
-        else:
-            sO = tensor(smem, dtype, layouts[3])
-        sm = Shared(sQ, sK, sV, sO, sTile)
+        sQ, sK, sV = (tensor(smem, dtype, layout) for layout in layouts)
+        sm = Shared(sQ, sK, sV, sTile)
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         consumers = 4 * spec.warpgroups  # warps
         if thread == 0:
-            ch.tile.initialise(producers=1, consumers=consumers + (2 if spec.blocks_ahead else 1))
+            ch.tile.initialise(producers=1, consumers=consumers + 1)
             for loaded in (ch.q, ch.k, ch.v):
                 loaded.initialise(producers=1, consumers=consumers)
             ch.tail.initialise(producers=1, consumers=1)
@@ -164,9 +154,6 @@ class Forward:
                 load(spec, op, sm, ch)
             if warp == 1:
                 schedule(spec, op, sm, ch)
-            if const_expr(spec.blocks_ahead > 0):
-                if warp == 2:
-                    fetch_ahead(spec, op, sm, ch)
         else:
             cute.arch.setmaxregister_increase(many)
             mmas = (
@@ -177,13 +164,12 @@ class Forward:
 
 
 def smem_layouts(spec: ForwardSpec) -> tuple[Any, ...]:
-    """Of Q, K, V and O."""
+    """Of Q, K and V."""
     dtype = DTYPES[spec.dtype]
     return (
         matmul.rows_layout(dtype, spec.head_dim, spec.warpgroups),
         matmul.keys_layout(dtype, spec.tile_kv, spec.head_dim, spec.k_stages),
         matmul.values_layout(dtype, spec.tile_kv, spec.head_dim_v, spec.v_stages),
-        matmul.rows_layout(dtype, spec.head_dim_v, spec.warpgroups),
     )
 
 
@@ -202,15 +188,6 @@ def ring(smem: Any, stages: int) -> Ring:
 
 def tensor(smem: Any, dtype: Any, layout: Any) -> cute.Tensor:
     return smem.allocate_tensor(dtype, layout.outer, 1024, swizzle=layout.inner)
-
-
-def shared_with(sQ: cute.Tensor, layout: Any) -> cute.Tensor:
-    """O (64, d, warpgroup) in the memory of Q: each warpgroup's begins where its Q does."""
-    outer = layout.outer
-    inner = cute.slice_(outer, (None, None, 0))
-    stride = sQ.layout.stride[2]
-    shape, strides = (*inner.shape, outer.shape[2]), (*inner.stride, stride)
-    return cute.make_tensor(sQ.iterator, cute.make_layout(shape, stride=strides))
 
 
 def fake_operands(spec: ForwardSpec) -> tuple[Any, ...]:

@@ -80,29 +80,6 @@ def load(spec: Constexpr, op: Operands, sm: Shared, ch: Channels):
         tile = Tile.read(sm.sTile, ch.tile.index(tiles))
 
 
-@cute.jit
-def fetch_ahead(spec: Constexpr, op: Operands, sm: Shared, ch: Channels):
-    """gmem Q, K, V -> L2, the first of each tile as soon as it is known which is next. One warp.
-
-    The rings are two blocks deep, which hides the latency of L2 but not that of memory.
-    """
-    tiles = Int32(0)
-    ch.tile.wait_full(tiles)
-    tile = Tile.read(sm.sTile, ch.tile.index(tiles))
-    while tile.q_block >= 0:
-        ch.tile.release(tiles)
-        begin, end = key_blocks(spec, op, tile)
-        (_, tQgQ), (_, tKgK), (_, tVgV) = tile_views(spec, op, sm, tile)
-        for w in cutlass.range_constexpr(spec.warpgroups):
-            cute.prefetch(op.q.copy, tQgQ[None, tile.q_block * spec.warpgroups + w])
-        for block in cutlass.range(cutlass.max(begin, end - spec.blocks_ahead), end, unroll=1):
-            cute.prefetch(op.k.copy, tKgK[None, block])
-            cute.prefetch(op.v.copy, tVgV[None, block])
-        tiles += 1
-        ch.tile.wait_full(tiles)
-        tile = Tile.read(sm.sTile, ch.tile.index(tiles))
-
-
 def load_block(operand: TmaOperand, ring: Any, tXgX: Any, tXsX: Any, n: Int32, block: Int32):
     """One tile of keys or values into slot `n` of its ring."""
     ring.wait_empty(n)

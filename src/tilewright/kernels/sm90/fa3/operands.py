@@ -38,7 +38,6 @@ class Operands:
     q: TmaOperand  # (q, d, h[, b])
     k: TmaOperand  # (kv, d, h[, b])
     v: TmaOperand  # (d, kv, h[, b])
-    out: Any  # TmaOperand (q, d, h, b) of a dense call
     mO: cute.Tensor  # (q, d, h[, b])
     mLSE: cute.Tensor  # (q, h[, b])
     mSink: cute.Tensor  # (h)
@@ -62,7 +61,6 @@ class Shared:
     sQ: cute.Tensor  # (64, d, warpgroup)
     sK: cute.Tensor  # (kv, d, stage)
     sV: cute.Tensor  # (d, kv, stage)
-    sO: cute.Tensor  # (64, d, warpgroup); may be sQ's memory
     sTile: cute.Tensor  # (word, slot)
 
 
@@ -81,7 +79,6 @@ class Sync(IntEnum):
     """Named barriers. 0 is the whole CTA's."""
 
     TURN = 1  # and the next three: a warpgroup may issue its matrix multiplies
-    OUT = 8  # and the next three: a warpgroup's O is written, or read
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,6 @@ class ForwardSpec:
     tile_kv: int = 128
     k_stages: int = 2
     v_stages: int = 2
-    out_shares_q: bool = False  # O leaves through Q's shared memory
     q_in_registers: bool = False
     ping_pong: bool = True  # warpgroups take turns at issuing matrix multiplies
     overlap: bool = True  # S of the next block is issued before this block's P V
@@ -41,7 +40,6 @@ class ForwardSpec:
     rescale_threshold: float = 0.0  # log2 of how far a row's maximum may lag; 0 rescales always
     goes_ahead: bool = False  # exp2 takes the maxima so far; a block that exceeds them is redone
     exp2_emulated: int = 0  # of each 16 elements of a row, those whose exp2 is a polynomial
-    blocks_ahead: int = 2  # of each coming tile's keys and values that are fetched to L2; 0: nothing
     longest_first: bool = True
     dynamic: bool = True  # tiles are handed out by a counter in memory
 
@@ -53,11 +51,6 @@ class ForwardSpec:
     @property
     def takes_turns(self) -> bool:
         return self.ping_pong and self.warpgroups > 1
-
-    @property
-    def frees_q_early(self) -> bool:
-        """The next tile's Q may be loaded before this one's O is stored."""
-        return not self.out_shares_q
 
     @property
     def threads(self) -> int:
@@ -72,9 +65,7 @@ class ForwardSpec:
     def smem_bytes(self) -> int:
         q = self.tile_q * self.head_dim
         kv = self.tile_kv * (self.k_stages * self.head_dim + self.v_stages * self.head_dim_v)
-        out = self.tile_q * self.head_dim_v
-        rows = max(q, out) if self.out_shares_q else q + out
-        return 2 * (rows + kv) + BARRIER_BYTES
+        return 2 * (q + kv) + BARRIER_BYTES
 
     def why_illegal(self) -> str | None:
         """What the chip cannot give this spec; None if it is legal."""
@@ -87,8 +78,10 @@ class ForwardSpec:
             return f"tile_q={self.tile_q}: one to four warpgroups multiply {MMA_ROWS} rows each"
         if self.tile_kv % 16 or not 16 <= self.tile_kv <= 256:
             return f"tile_kv={self.tile_kv}: P V takes a multiple of 16 keys, S at the most 256"
-        if self.carries_over and not (self.overlap and self.q_in_registers and self.frees_q_early):
-            return "carries_over=True: the next Q must have a place before this O is stored"
+        if self.carries_over and not (self.overlap and self.q_in_registers):
+            return "carries_over=True: the next Q must have a place while this one is multiplied"
+        if self.goes_ahead and not (self.overlap and self.rescale_threshold > 0):
+            return "goes_ahead=True: maxima must be allowed to lag, under multiplies that overlap"
         if self.smem_bytes > SMEM_BYTES:
             return f"{self.smem_bytes} B of shared memory, {SMEM_BYTES} B exist"
         return None
