@@ -10,6 +10,7 @@ is large.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -45,14 +46,23 @@ def assert_accurate(got: Results, batch: Batch, **options: Any) -> None:
         assert_error_within(name, tensors, want, reference, size, largest_logit)
 
 
-def assert_forward_accurate(out: Tensor, lse: Tensor, batch: Batch, **options: Any) -> None:
-    """The rule for out (batch, rows, heads, dim) and lse (batch, heads, rows), on the CPU."""
+def assert_forward_accurate(
+    out: Iterable[Tensor],
+    lse: Iterable[Tensor],
+    batch: Batch,
+    arithmetic: torch.dtype | None = None,
+    **options: Any,
+) -> None:
+    """The rule for out (rows, heads, dim) and lse (heads, rows) of each sequence, on the CPU.
+
+    lse is judged in the arithmetic's dtype, which is that of this CPU's path if none is given.
+    """
     if batch.dtype == torch.float64:  # where plain attention would be the oracle itself
-        batch, out, lse = batch.to(torch.float32), out.float(), lse.float()
+        batch = batch.to(torch.float32)
+        out, lse = ([x.float() for x in parts] for parts in (out, lse))
     exact = by_formula(batch, torch.float64, **options)
-    plain, plain_lse = (
-        by_formula(batch, t, **options) for t in (batch.dtype, arithmetic_dtype(batch.dtype))
-    )
+    arithmetic = arithmetic or arithmetic_dtype(batch.dtype)
+    plain, plain_lse = (by_formula(batch, t, **options) for t in (batch.dtype, arithmetic))
     sizes, logit = sizes_of_terms(batch, options)
     assert_error_within("out", list(out), exact.out, plain.out, sizes.out, logit)
     assert_error_within("lse", [x.T for x in lse], exact.lse, plain_lse.lse, sizes.lse, logit)

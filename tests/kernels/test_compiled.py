@@ -25,20 +25,15 @@ SPILLS = {
 WANTED = {"HGMMA", "UTMALDG", "USETMAXREG"}
 UNWANTED = {"LDL", "STL"}
 
+EntryOf = Callable[[Kernel], Entry]
+
 pytestmark = pytest.mark.slow
 every_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=str)
 
 
-@pytest.fixture(scope="module")
-def entries(
-    compile_all: Callable[[list[Kernel]], dict[Kernel, Entry]],
-) -> dict[Kernel, Entry]:
-    return compile_all(KERNELS)
-
-
 @every_kernel
-def test_no_kernel_spills_more_than_it_is_known_to(kernel: Kernel, entries: dict[Kernel, Entry]):
-    facts = entries[kernel].facts
+def test_no_kernel_spills_more_than_it_is_known_to(kernel: Kernel, entry_of: EntryOf):
+    facts = entry_of(kernel).facts
     spilled = facts["spill_stores"] + facts["spill_loads"]
     known = SPILLS.get(str(kernel), {"bytes": 0})["bytes"]
     assert spilled <= known, f"{kernel} spills {spilled} bytes, {known} are known"
@@ -52,8 +47,8 @@ def test_every_known_spill_has_a_reason_and_a_kernel():
 
 
 @every_kernel
-def test_registers_and_shared_memory_are_the_specs(kernel: Kernel, entries: dict[Kernel, Entry]):
-    facts, spec = entries[kernel].facts, kernel.spec
+def test_registers_and_shared_memory_are_the_specs(kernel: Kernel, entry_of: EntryOf):
+    facts, spec = entry_of(kernel).facts, kernel.spec
     # What a launch allots is a multiple of 8; setmaxnreg hands the same registers out anew.
     assert facts["registers"] == REGISTERS // spec.threads // 8 * 8
     loads, computes = spec.registers
@@ -62,11 +57,11 @@ def test_registers_and_shared_memory_are_the_specs(kernel: Kernel, entries: dict
 
 
 @every_kernel
-def test_the_instructions_that_matter_are_there(kernel: Kernel, entries: dict[Kernel, Entry]):
+def test_the_instructions_that_matter_are_there(kernel: Kernel, entry_of: EntryOf):
     program = sass.disassembler()
     if program is None:
         pytest.skip("no nvdisasm; triton's wheel has one")
-    found = sass.instructions(entries[kernel].files[".cubin"], program)
+    found = sass.instructions(entry_of(kernel).files[".cubin"], program)
     families = {name.split(".")[0] for name in found}
     assert families >= WANTED
     # TMA cannot clip a packed sequence's end, so its rows are stored by threads.

@@ -3,18 +3,14 @@ kernel's PTX on the emulator: what is passed is what was compiled for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path as FilePath
-from typing import Any
-
 import pytest
 import torch
 
+from tests.kernels.compiled import emulator
 from tests.launch.standin import StandIn
 from tests.layouts import place
-from tests.paths import by_formula
-from tests.problems import Batch, random_batch
-from tests.tolerance import assert_error_within, sizes_of_terms
+from tests.problems import random_batch
+from tests.tolerance import assert_forward_accurate
 from tilewright import attention, attention_varlen, jit
 from tilewright.emulator import Emulator
 from tilewright.kernels.catalog import Kernel
@@ -24,32 +20,16 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def emulated(hopper: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: FilePath) -> list[Kernel]:
+def emulated(hopper: StandIn, monkeypatch: pytest.MonkeyPatch) -> list[Kernel]:
     """The kernels that were loaded."""
-    from tilewright.jit.compile import compile
-
     loaded = []
 
-    def load(kernel: Kernel) -> Callable[..., Any]:
+    def load(kernel: Kernel) -> Emulator:
         loaded.append(kernel)
-        compiled = compile(kernel)
-        file = tmp_path / f"{kernel}.o"
-        file.write_bytes(compiled.object)
-        return Emulator(compiled.ptx.decode(), file, kernel.arch)
+        return emulator(kernel)
 
     monkeypatch.setattr(jit, "load", load)
     return loaded
-
-
-def assert_accurate(
-    out: list[torch.Tensor], lse: list[torch.Tensor], batch: Batch, **options: Any
-) -> None:
-    exact = by_formula(batch, torch.float64, **options)
-    plain = by_formula(batch, batch.dtype, **options)
-    plain_lse = by_formula(batch, torch.float32, **options).lse
-    sizes, logit = sizes_of_terms(batch, options)
-    assert_error_within("out", out, exact.out, plain.out, sizes.out, logit)
-    assert_error_within("lse", lse, exact.lse, plain_lse, sizes.lse, logit)
 
 
 def test_dense(emulated: list[Kernel]) -> None:
@@ -58,7 +38,7 @@ def test_dense(emulated: list[Kernel]) -> None:
     batch = random_batch([(20, 30)] * 2, (4, 2), (40, 56), torch.bfloat16, with_sink=True)
     q, k, v = (torch.stack([getattr(x, n) for x in batch.sequences]) for n in "qkv")
     out, lse = attention(q, k, v, sink=batch.sink, return_lse=True, backend="fa3", **options)
-    assert_accurate(list(out), [x.T for x in lse], batch, **options)
+    assert_forward_accurate(out, lse, batch, torch.float32, **options)
     assert [kernel.spec.packed for kernel in emulated] == [False]
 
 
@@ -73,7 +53,9 @@ def test_varlen(emulated: list[Kernel]) -> None:
         q, k, v, return_lse=True, backend="fa3", **placement.arguments, **options
     )
     parts = placement.queries.parts_of
-    assert_accurate(parts(out), parts(lse.T), batch, **options)
+    assert_forward_accurate(
+        parts(out), [x.T for x in parts(lse.T)], batch, torch.float32, **options
+    )
     assert not placement.queries.outside(out).any()
     assert torch.isneginf(placement.queries.outside(lse.T[..., None])).all()
     assert [kernel.spec.packed for kernel in emulated] == [True]
