@@ -25,7 +25,6 @@ CAUSAL = catalog.tiled(ForwardSpec(bounded_right=True))
 MECHANISMS: list[dict[str, Any]] = [
     {"ping_pong": False},
     {"overlap": False},
-    {"out_shares_q": True},
     {"q_in_registers": True},
     {"q_in_registers": True, "carries_over": True},
     {"rescale_threshold": 8.0},
