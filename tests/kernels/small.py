@@ -55,7 +55,7 @@ def small_problems(spec: ForwardSpec) -> dict[str, Small]:
             "heads": Small([(rows, keys - 1)], other_dims, options[1], **shared),
         }
     unused = [(rows + 1, keys + 1), (0, 5), (3, 0), (1, keys)]  # with gaps, and rows past the end
-    many = [(0, 2), *[(0, 0)] * 32, (rows - 1, keys)]  # of which the scheduler sees 32 at a time
+    many = [(1, 3), *[(0, 0)] * 31, (rows - 1, keys)]  # of which the scheduler sees 32 at a time
     return {
         "edges": Small(unused, dims, options[2], "used", ctas=2),
         "heads": Small(many, other_dims, options[3], "varlen", **shared),
