@@ -33,8 +33,6 @@ from tilewright.kernels.sm90.fa3.operands import (
 from tilewright.kernels.sm90.fa3.schedule import schedule
 from tilewright.kernels.sm90.fa3.spec import ForwardSpec
 
-# One: a tile that is taken early is a tile that no idle CTA can take.
-TILE_SLOTS = 1
 DTYPES = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
 
 
@@ -128,13 +126,13 @@ class Forward:
         layouts = smem_layouts(spec)
         smem = cutlass.utils.SmemAllocator()
         ch = Channels(
-            tile=ring(smem, TILE_SLOTS),
+            tile=ring(smem, spec.tiles_ahead),
             q=ring(smem, 1),
             k=ring(smem, spec.k_stages),
             v=ring(smem, spec.v_stages),
             tail=ring(smem, 1),
         )
-        sTile = smem.allocate_tensor(Int32, cute.make_layout((TILE_WORDS, TILE_SLOTS)), 16)
+        sTile = smem.allocate_tensor(Int32, cute.make_layout((TILE_WORDS, spec.tiles_ahead)), 16)
         sQ, sK, sV = (tensor(smem, dtype, layout) for layout in layouts)
         sm = Shared(sQ, sK, sV, sTile)
         thread, _, _ = cute.arch.thread_idx()

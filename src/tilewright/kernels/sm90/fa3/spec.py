@@ -40,6 +40,7 @@ class ForwardSpec:
     rescale_threshold: float = 0.0  # log2 of how far a row's maximum may lag; 0 rescales always
     goes_ahead: bool = False  # exp2 takes the maxima so far; a block that exceeds them is redone
     exp2_emulated: int = 0  # of each 16 elements of a row, those whose exp2 is a polynomial
+    tiles_ahead: int = 2  # of the one at work that a CTA may have taken
     longest_first: bool = True
     dynamic: bool = True  # tiles are handed out by a counter in memory
 
