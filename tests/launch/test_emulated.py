@@ -3,12 +3,16 @@ kernel's PTX on the emulator: what is passed is what was compiled for."""
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
 
 from tests.kernels.compiled import emulator
 from tests.launch.standin import StandIn
 from tests.layouts import place
+from tests.paths import Path, by_formula
 from tests.problems import random_batch
 from tests.tolerance import assert_forward_accurate
 from tilewright import attention, attention_varlen, jit
@@ -59,3 +63,31 @@ def test_varlen(emulated: list[Kernel]) -> None:
     assert not placement.queries.outside(out).any()
     assert torch.isneginf(placement.queries.outside(lse.T[..., None])).all()
     assert [kernel.spec.packed for kernel in emulated] == [True]
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [("dense", {"window": (40, 3)}), ("used", {"causal": True, "softcap": 3.0})],
+    ids=["dense", "varlen"],
+)
+def test_values_that_are_not_finite_reach_the_rows_that_see_them(
+    emulated: list[Kernel], layout: str, options: dict[str, Any]
+) -> None:
+    """And not those of the same tile that do not, where a probability of 0 would make a NaN."""
+    lengths = [(20, 150)] * 2 if layout == "dense" else [(20, 150), (3, 0), (70, 66)]
+    clean, batch = (
+        random_batch(lengths, (4, 2), (40, 56), torch.bfloat16, with_sink=True) for _ in range(2)
+    )
+    for x, keys in zip(batch.sequences, ([144, 92], [110], [60]), strict=False):
+        for key, alien in zip(keys, (math.nan, -math.inf), strict=False):
+            x.v[key:, 1, key % 56] = alien
+    got = Path("fa3").run(batch, layout, **options)
+    spoilt = by_formula(batch, torch.float64, **options).out
+    for out, want, without in zip(
+        got.out, spoilt, by_formula(clean, torch.float64, **options).out, strict=True
+    ):
+        is_spoilt = ~want.isfinite()
+        assert is_spoilt.any() or not without.any(), "a sequence with keys is spoilt"
+        assert not out[is_spoilt].isfinite().any()
+        out[is_spoilt] = without[is_spoilt].to(out.dtype)
+    assert_forward_accurate(got.out, [x.T for x in got.lse], clean, torch.float32, **options)

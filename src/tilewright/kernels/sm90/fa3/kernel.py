@@ -69,8 +69,8 @@ class Forward:
         spec = self.spec
         packed = spec.packed
         rows_first, dim_first = ((0, 2, 1), (2, 0, 1)) if packed else ((1, 3, 2, 0), (3, 1, 2, 0))
-        mQ, mK, mO = (permuted(x, rows_first) for x in (q, k, out))  # (rows, d, h[, b])
-        mV = permuted(v, dim_first)  # (d, kv, h[, b])
+        mQ, mK, mV, mO = (permuted(x, rows_first) for x in (q, k, v, out))  # (rows, d, h[, b])
+        loaded = (mQ, mK, permuted(v, dim_first))  # V (d, kv, h[, b])
         mLSE = lse if packed else permuted(lse, (2, 1, 0))
         mLSE = permuted(lse, (1, 0)) if packed else mLSE  # (q, h[, b])
         layouts = smem_layouts(spec)
@@ -82,7 +82,7 @@ class Forward:
         )
         loads = [
             tma_operand(g2s, x, layout, tile)
-            for x, layout, tile in zip((mQ, mK, mV), layouts, tiles, strict=True)
+            for x, layout, tile in zip(loaded, layouts, tiles, strict=True)
         ]
         lengths = None
         if const_expr(packed):
@@ -92,6 +92,9 @@ class Forward:
             batch = cute.size(mQ, mode=[3])
         op = Operands(
             *loads,
+            mQ=mQ,
+            mK=mK,
+            mV=mV,
             mO=mO,
             mLSE=mLSE,
             mSink=sink,

@@ -15,6 +15,7 @@ from tilewright.kernels.blocks.arithmetic import select
 from tilewright.kernels.sm90 import matmul
 from tilewright.kernels.sm90.fa3.operands import Operands, Tile
 from tilewright.kernels.sm90.fa3.registers import LOG2_E
+from tilewright.kernels.sm90.fa3.repair import repair
 
 VECTOR = 8  # elements of a 16-byte store: an octet of columns
 QUAD = 4  # octets that a quad of lanes exchanges at a time
@@ -39,14 +40,14 @@ def store(spec: Constexpr, op: Operands, regs: Constexpr, tile: Tile):
         is_used = row < tile.seqlen_q
         if (lane % matmul.ROW_LANES == 0) & (row < tile.q_rows):
             mLSE[row] = select(is_used, lse[r], -Float32.inf)
-        factor = select(is_used, regs.factor[r], 0.0)
+        regs.factor[r] = select(is_used, regs.factor[r], 0.0)
         for c in cutlass.range_constexpr(cute.size(regs.O, mode=[1])):
-            # A row without keys is 0, whatever lies in V.
-            regs.O[r, c] = select(factor == 0.0, 0.0, regs.O[r, c] * factor)
+            regs.O[r, c] = regs.O[r, c] * regs.factor[r]
     rO = cute.make_rmem_tensor(regs.acc_O.shape, op.mO.element_type)
     rO.store(regs.acc_O.load().to(op.mO.element_type))
     for r in cutlass.range_constexpr(matmul.THREAD_ROWS):
         store_row(cute.recast_tensor(rO, Int32), r, mO, mine + 8 * r, tile.q_rows)
+    repair(spec, op, mO, regs, tile)
 
 
 @cute.jit
