@@ -20,7 +20,7 @@ from tilewright.kernels.sm90.fa3.spec import DTYPES, ForwardSpec
 
 KERNELS = catalog.kernels("sm_90a")
 ORDERS = ("eager", "late", "random")
-CAUSAL = catalog.tiled(ForwardSpec(bounded_right=True))
+CAUSAL = catalog.tiled(ForwardSpec(bounded_right=True), catalog.SHORT + 1)
 # What a spec may ask for beside its tiles. The catalog chooses some of it for some head dims.
 MECHANISMS: list[dict[str, Any]] = [
     {"ping_pong": False},

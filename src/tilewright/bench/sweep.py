@@ -62,7 +62,8 @@ def spec_of(case: Case) -> ForwardSpec:
             bounded_left=mask.left is not None,
             bounded_right=mask.right is not None,
             packed=bool(case.lengths),
-        )
+        ),
+        case.seqlen_q,
     )
 
 

@@ -11,16 +11,22 @@ from tilewright.kernels.sm90.fa3.spec import DTYPES, ForwardSpec
 
 FA3_FORWARD = "fa3_forward"
 
-# How each pair of head dims is tiled, for masks with no bound, and with one.
-_FULL: dict[tuple[int, int], dict[str, Any]] = {
-    (64, 64): {"tile_q": 192, "tile_kv": 128},
-    (96, 96): {"tile_q": 128, "tile_kv": 128},
-    (128, 128): {"tile_q": 128, "tile_kv": 128},
-    (192, 128): {"tile_q": 128, "tile_kv": 112},
-    (192, 192): {"tile_q": 128, "tile_kv": 112},
-    (256, 256): {"tile_q": 128, "tile_kv": 80},
+# How each pair of head dims is tiled. Measured on an H200 for 64, 128 and 256: docs/fa3.md.
+_TILES: dict[tuple[int, int], dict[str, Any]] = {
+    (64, 64): {"tile_q": 192, "k_stages": 4, "v_stages": 4, "ping_pong": True},
+    (96, 96): {"k_stages": 3, "v_stages": 3, "q_in_registers": True, "stores_by_tma": True},
+    (128, 128): {"k_stages": 3, "q_in_registers": True, "stores_by_tma": True},
+    (192, 128): {},
+    (192, 192): {"tile_kv": 64, "k_stages": 4, "v_stages": 3},
+    (256, 256): {"tile_kv": 64, "k_stages": 3},
 }
-_BOUNDED = _FULL
+_COMMON = {"tile_q": 128, "tile_kv": 128, "ping_pong": False, "goes_ahead": True}
+# Three warpgroups at head dim 64 win by their number where sequences are long, and lose by the rows
+# that a mask hides of a tile of 192 where they are short.
+_SHORT = {"k_stages": 4, "v_stages": 4, "q_in_registers": True, "stores_by_tma": True}
+SHORT = 1536  # queries
+# A row's maximum may lag by so much, in log2, that P stays inside its dtype with room to spare.
+_THRESHOLD = {"float16": 14.0, "bfloat16": 24.0}
 
 
 @dataclass(frozen=True)
@@ -40,22 +46,32 @@ class Kernel:
         return f"{self.family}_{self.spec}"
 
 
-def tiled(spec: ForwardSpec) -> ForwardSpec:
+def tiled(spec: ForwardSpec, seqlen_q: int) -> ForwardSpec:
     """`spec` with the tiles and mechanisms that were measured to be the fastest for it."""
-    table = _BOUNDED if spec.bounded_left or spec.bounded_right else _FULL
-    return replace(spec, **table[spec.head_dim, spec.head_dim_v])
+    dims = spec.head_dim, spec.head_dim_v
+    is_bounded = spec.bounded_left or spec.bounded_right
+    is_short = is_bounded and seqlen_q <= SHORT or spec.has_softcap
+    how: dict[str, Any] = _COMMON | (_SHORT if dims == (64, 64) and is_short else _TILES[dims])
+    if spec.has_softcap:
+        # The tanh makes the exponentials' path so long that the maxima do not show beside it.
+        how |= {"goes_ahead": False}
+    how["rescale_threshold"] = _THRESHOLD[spec.dtype]
+    how["stores_by_tma"] = how.get("stores_by_tma", False) and not spec.packed
+    return replace(spec, **how)
 
 
 def kernels(arch: str) -> list[Kernel]:
     """Everything that the dispatcher may ask for on `arch`."""
     if arch != "sm_90a":
         return []
-    return [
-        Kernel(FA3_FORWARD, tiled(ForwardSpec(dtype, *dims, *mask, has_softcap, packed)), arch)
+    features = (
+        ForwardSpec(dtype, *dims, *mask, has_softcap, packed)
         for dims, dtype, packed, (mask, has_softcap) in product(
-            _FULL, DTYPES, (False, True), _SCORINGS
+            _TILES, DTYPES, (False, True), _SCORINGS
         )
-    ]
+    )
+    specs = (tiled(spec, length) for spec in features for length in (SHORT, SHORT + 1))
+    return [Kernel(FA3_FORWARD, spec, arch) for spec in dict.fromkeys(specs)]
 
 
 # Masks by their bounded sides. A softcap is rare: its kernel takes both bounds, whatever they are.

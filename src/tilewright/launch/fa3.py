@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tilewright import jit
 from tilewright.kernels import catalog
+from tilewright.kernels.sm90.fa3.spec import ForwardSpec
 from tilewright.launch import device
 from tilewright.masks import Mask
 from tilewright.operands import Operands
@@ -73,26 +74,27 @@ def _why_not_so(problem: AttentionProblem) -> str | None:
 def kernel(problem: AttentionProblem) -> catalog.Kernel:
     """The kernel for a problem that `_why_not_so` does not object to."""
     mask = _mask(problem)
-    return _smallest(
+    smallest = _smallest(
         (problem.dtype, problem.layout == "varlen", problem.scoring.softcap is not None),
         (problem.head_dim, problem.head_dim_v, mask.left is not None, mask.right is not None),
     )
+    spec = catalog.tiled(smallest, problem.seqlen_q)
+    return catalog.Kernel(catalog.FA3_FORWARD, spec, ARCH)
 
 
 @lru_cache
-def _smallest(same: tuple[Any, ...], at_least: tuple[Any, ...]) -> catalog.Kernel:
-    """Of the kernels that do all that is wanted, the one that does the least besides."""
+def _smallest(same: tuple[Any, ...], at_least: tuple[Any, ...]) -> ForwardSpec:
+    """Of the kernels that do all that is wanted, the features of the one that does the least."""
 
-    def does(kernel: catalog.Kernel) -> tuple[Any, ...]:
-        spec = kernel.spec
+    def does(spec: ForwardSpec) -> tuple[Any, ...]:
         return spec.head_dim, spec.head_dim_v, spec.bounded_left, spec.bounded_right
 
     able = (
-        kernel
+        kernel.spec.features
         for kernel in catalog.kernels(ARCH)
         if kernel.family == catalog.FA3_FORWARD
         and (kernel.spec.dtype, kernel.spec.packed, kernel.spec.has_softcap) == same
-        and all(have >= want for have, want in zip(does(kernel), at_least, strict=True))
+        and all(have >= want for have, want in zip(does(kernel.spec), at_least, strict=True))
     )
     return min(able, key=does)
 

@@ -33,7 +33,7 @@ from tilewright.kernels.sm90.fa3.operands import (
 )
 from tilewright.kernels.sm90.fa3.registers import Registers
 from tilewright.kernels.sm90.fa3.spec import ForwardSpec
-from tilewright.kernels.sm90.fa3.store import store
+from tilewright.kernels.sm90.fa3.store import store, wait_for_stores
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,8 @@ def compute(spec: Constexpr, op: Operands, sm: Shared, ch: Channels, mmas: Const
             attend_tiles(wg, tile)
         else:
             attend_tiles_in_order(wg, tile)
+    if const_expr(spec.stores_by_tma):
+        wait_for_stores(thread % 128)
 
 
 @cute.jit

@@ -73,17 +73,14 @@ class Forward:
         loaded = (mQ, mK, permuted(v, dim_first))  # V (d, kv, h[, b])
         mLSE = lse if packed else permuted(lse, (2, 1, 0))
         mLSE = permuted(lse, (1, 0)) if packed else mLSE  # (q, h[, b])
-        layouts = smem_layouts(spec)
-        g2s = cpasync.CopyBulkTensorTileG2SOp()
-        tiles = (
-            (matmul.ROWS, spec.head_dim),
-            (spec.tile_kv, spec.head_dim),
-            (spec.head_dim_v, spec.tile_kv),
-        )
         loads = [
-            tma_operand(g2s, x, layout, tile)
-            for x, layout, tile in zip(loaded, layouts, tiles, strict=True)
+            tma_operand(cpasync.CopyBulkTensorTileG2SOp(), x, layout, tile)
+            for x, layout, tile in zip(loaded, smem_layouts(spec), smem_tiles(spec), strict=False)
         ]
+        store_O = None
+        if const_expr(spec.stores_by_tma):
+            s2g = cpasync.CopyBulkTensorTileS2GOp()
+            store_O = tma_operand(s2g, mO, smem_layouts(spec)[3], smem_tiles(spec)[3])
         lengths = None
         if const_expr(packed):
             lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, used)
@@ -95,6 +92,7 @@ class Forward:
             mQ=mQ,
             mK=mK,
             mV=mV,
+            out=store_O,
             mO=mO,
             mLSE=mLSE,
             mSink=sink,
@@ -136,8 +134,9 @@ class Forward:
             tail=ring(smem, 1),
         )
         sTile = smem.allocate_tensor(Int32, cute.make_layout((TILE_WORDS, spec.tiles_ahead)), 16)
-        sQ, sK, sV = (tensor(smem, dtype, layout) for layout in layouts)
-        sm = Shared(sQ, sK, sV, sTile)
+        sQ, sK, sV = (tensor(smem, dtype, layout) for layout in layouts[:3])
+        sO = tensor(smem, dtype, layouts[3]) if spec.stores_by_tma else None
+        sm = Shared(sQ, sK, sV, sO, sTile)
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         consumers = 4 * spec.warpgroups  # warps
@@ -165,13 +164,21 @@ class Forward:
 
 
 def smem_layouts(spec: ForwardSpec) -> tuple[Any, ...]:
-    """Of Q, K and V."""
+    """Of Q, K, V and O."""
     dtype = DTYPES[spec.dtype]
     return (
         matmul.rows_layout(dtype, spec.head_dim, spec.warpgroups),
         matmul.keys_layout(dtype, spec.tile_kv, spec.head_dim, spec.k_stages),
         matmul.values_layout(dtype, spec.tile_kv, spec.head_dim_v, spec.v_stages),
+        matmul.rows_layout(dtype, spec.head_dim_v, spec.warpgroups),
     )
+
+
+def smem_tiles(spec: ForwardSpec) -> tuple[tuple[int, int], ...]:
+    """What one copy moves, in the same order."""
+    rows = matmul.ROWS
+    dim, dim_v, keys = spec.head_dim, spec.head_dim_v, spec.tile_kv
+    return (rows, dim), (keys, dim), (dim_v, keys), (rows, dim_v)
 
 
 def permuted(x: cute.Tensor, modes: tuple[int, ...]) -> cute.Tensor:

@@ -41,6 +41,7 @@ class Operands:
     mQ: cute.Tensor  # (q, d, h[, b])
     mK: cute.Tensor  # (kv, d, h[, b])
     mV: cute.Tensor  # (kv, d, h[, b])
+    out: Any  # TmaOperand (q, d, h, b), where O is stored by TMA
     mO: cute.Tensor  # (q, d, h[, b])
     mLSE: cute.Tensor  # (q, h[, b])
     mSink: cute.Tensor  # (h)
@@ -64,6 +65,7 @@ class Shared:
     sQ: cute.Tensor  # (64, d, warpgroup)
     sK: cute.Tensor  # (kv, d, stage)
     sV: cute.Tensor  # (d, kv, stage)
+    sO: Any  # (64, d, warpgroup), where O is stored by TMA
     sTile: cute.Tensor  # (word, slot)
 
 
@@ -82,6 +84,7 @@ class Sync(IntEnum):
     """Named barriers. 0 is the whole CTA's."""
 
     TURN = 1  # and the next three: a warpgroup may issue its matrix multiplies
+    OUT = 8  # and the next three: a warpgroup's O is written, or read
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ class Registers(Unchanged):
     ):
         self.mma_S, self.mma_O = mmas
         self.sQ, self.sK, self.thread, self.w = sm.sQ[None, None, w], sm.sK, thread, w
+        self.sO = sm.sO[None, None, w] if spec.stores_by_tma else None
         part_S, part_O = self.mma_S.get_slice(thread), self.mma_O.get_slice(thread)
         self.tSrQ = self.mma_S.make_fragment_A(part_S.partition_A(self.sQ))
         self.tSrK = self.mma_S.make_fragment_B(part_S.partition_B(sm.sK))

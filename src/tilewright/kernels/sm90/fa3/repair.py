@@ -23,16 +23,19 @@ VECTOR = 8  # elements of a 16-byte load: 32 lanes hold a row of the largest hea
 
 
 @cute.jit
-def repair(spec: Constexpr, op: Operands, mO: cute.Tensor, regs: Constexpr, tile: Tile):
-    """mO (q, d), which this warp has just stored its 16 rows to: those that hidden keys spoilt.
+def repair(
+    spec: Constexpr, op: Operands, O: cute.Tensor, origin: Int32, regs: Constexpr, tile: Tile
+):
+    """O (q, d), which this warp has just stored its 16 rows to: those that hidden keys spoilt.
 
+    O is of gmem, or of smem; its first row is the sequence's row `origin`.
     Rows past the sequence's end become 0, whatever lies in their q.
     """
     # Without bounds only keys past the end are hidden, whose V is loaded as zeros.
     if const_expr(spec.bounded_left or spec.bounded_right or spec.packed):
         lower, upper = (is_spoilt(regs.O, r) for r in range(matmul.THREAD_ROWS))
         if cute.arch.vote_any_sync(lower | upper):
-            repair_rows(spec, op, mO, regs, tile, (lower, upper))
+            repair_rows(spec, op, (O, origin), regs, tile, (lower, upper))
 
 
 def is_spoilt(rO: cute.Tensor, r: int) -> Boolean:
@@ -51,9 +54,7 @@ def is_not_finite(x: Float32) -> Boolean:
 
 
 @cute.jit
-def repair_rows(
-    spec: Constexpr, op: Operands, mO: cute.Tensor, regs: Constexpr, tile: Tile, spoilt: Any
-):
+def repair_rows(spec: Constexpr, op: Operands, out: Any, regs: Constexpr, tile: Tile, spoilt: Any):
     """The same where one of the rows is not finite: `spoilt` tells it of this thread's."""
     first = tile.q_block * spec.tile_q + regs.w * matmul.ROWS + regs.thread // 32 * WARP_ROWS
     if hides_spoilt(spec, op, tile, first) | (first + WARP_ROWS > tile.seqlen_q):
@@ -64,7 +65,7 @@ def repair_rows(
             votes = cutlass.select_(r < 8, lower, upper) >> first_owner(r)
             is_there = first + r < tile.q_rows
             if is_there & (votes & ((1 << matmul.ROW_LANES) - 1) != 0):
-                repair_row(spec, op, mO, regs, tile, first + r)
+                repair_row(spec, op, out, regs, tile, first + r)
 
 
 @cute.jit
@@ -97,22 +98,21 @@ def has_spoilt(spec: Constexpr, op: Operands, tile: Tile, begin: Int32, end: Int
 
 
 @cute.jit
-def repair_row(
-    spec: Constexpr, op: Operands, mO: cute.Tensor, regs: Constexpr, tile: Tile, row: Int32
-):
-    """Row `row` of mO (q, d), eight columns a lane."""
+def repair_row(spec: Constexpr, op: Operands, out: Any, regs: Constexpr, tile: Tile, row: Int32):
+    """Row `row`, eight columns a lane, into `out`: (O, its first row)."""
+    O, origin = out
     owner, is_lower = first_owner(row), row % WARP_ROWS < 8
     maximum = shuffled(regs.softmax.maximum, is_lower, owner)
     factor = shuffled(regs.factor, is_lower, owner)
     # A NaN among the logits has spoilt the row for good.
     if factor == factor:
         acc = attend_row(spec, op, regs, tile, row, maximum)
-        out = cute.make_rmem_tensor((1, VECTOR), mO.element_type)
+        held = cute.make_rmem_tensor((1, VECTOR), O.element_type)
         for c in cutlass.range_constexpr(VECTOR):
-            out[0, c] = (acc[c] * factor).to(mO.element_type)
+            held[0, c] = (acc[c] * factor).to(O.element_type)
         lane = cute.arch.lane_idx()
-        if lane < cute.size(mO, mode=[1]) // VECTOR:
-            cute.autovec_copy(out, cute.local_tile(mO, (1, VECTOR), (row, lane)))
+        if lane < cute.size(O, mode=[1]) // VECTOR:
+            cute.autovec_copy(held, cute.local_tile(O, (1, VECTOR), (row - origin, lane)))
 
 
 @cute.jit

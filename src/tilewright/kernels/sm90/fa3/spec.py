@@ -33,6 +33,7 @@ class ForwardSpec:
     tile_kv: int = 128
     k_stages: int = 2
     v_stages: int = 2
+    stores_by_tma: bool = False  # O leaves through shared memory of its own
     q_in_registers: bool = False
     ping_pong: bool = True  # warpgroups take turns at issuing matrix multiplies
     overlap: bool = True  # S of the next block is issued before this block's P V
@@ -40,9 +41,22 @@ class ForwardSpec:
     rescale_threshold: float = 0.0  # log2 of how far a row's maximum may lag; 0 rescales always
     goes_ahead: bool = False  # exp2 takes the maxima so far; a block that exceeds them is redone
     exp2_emulated: int = 0  # of each 16 elements of a row, those whose exp2 is a polynomial
-    tiles_ahead: int = 2  # of the one at work that a CTA may have taken
+    tiles_ahead: int = 1  # that a CTA takes before it needs them, and no idle one can
     longest_first: bool = True
     dynamic: bool = True  # tiles are handed out by a counter in memory
+
+    @property
+    def features(self) -> ForwardSpec:
+        """What it can compute, however it does."""
+        return ForwardSpec(
+            self.dtype,
+            self.head_dim,
+            self.head_dim_v,
+            self.bounded_left,
+            self.bounded_right,
+            self.has_softcap,
+            self.packed,
+        )
 
     @property
     def warpgroups(self) -> int:
@@ -66,7 +80,8 @@ class ForwardSpec:
     def smem_bytes(self) -> int:
         q = self.tile_q * self.head_dim
         kv = self.tile_kv * (self.k_stages * self.head_dim + self.v_stages * self.head_dim_v)
-        return 2 * (q + kv) + BARRIER_BYTES
+        out = self.tile_q * self.head_dim_v if self.stores_by_tma else 0
+        return 2 * (q + kv + out) + BARRIER_BYTES
 
     def why_illegal(self) -> str | None:
         """What the chip cannot give this spec; None if it is legal."""
@@ -79,6 +94,8 @@ class ForwardSpec:
             return f"tile_q={self.tile_q}: one to four warpgroups multiply {MMA_ROWS} rows each"
         if self.tile_kv % 16 or not 16 <= self.tile_kv <= 256:
             return f"tile_kv={self.tile_kv}: P V takes a multiple of 16 keys, S at the most 256"
+        if self.stores_by_tma and self.packed:
+            return "stores_by_tma=True: a packed tile's rows may end where the next sequence begins"
         if self.carries_over and not (self.overlap and self.q_in_registers):
             return "carries_over=True: the next Q must have a place while this one is multiplied"
         if self.goes_ahead and not (self.overlap and self.rescale_threshold > 0):

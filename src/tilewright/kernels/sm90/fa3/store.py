@@ -1,8 +1,9 @@
 """The epilogue: O and the log-sum-exp from registers to memory.
 
-Straight from the registers: a quad of lanes holds 8 neighbouring columns of a row in 2-column pieces
-for each octet; four octets are exchanged in the quad, so that a lane stores 16 bytes. That takes no
-shared memory, which the rings need more, and no barrier.
+By the copy engine through shared memory, where there is room for it and a tile's rows are all of one
+sequence. Else straight from the registers: a quad of lanes holds 8 neighbouring columns of a row in
+2-column pieces for each octet; four octets are exchanged in the quad, so that a lane stores 16 bytes.
+Measured on an H200: docs/fa3.md.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 from cutlass import Constexpr, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import cpasync, warp
 
 from tilewright.kernels.blocks.arithmetic import select
 from tilewright.kernels.sm90 import matmul
-from tilewright.kernels.sm90.fa3.operands import Operands, Tile
+from tilewright.kernels.sm90.fa3.operands import Operands, Sync, Tile
 from tilewright.kernels.sm90.fa3.registers import LOG2_E
 from tilewright.kernels.sm90.fa3.repair import repair
 
@@ -45,9 +47,46 @@ def store(spec: Constexpr, op: Operands, regs: Constexpr, tile: Tile):
             regs.O[r, c] = regs.O[r, c] * regs.factor[r]
     rO = cute.make_rmem_tensor(regs.acc_O.shape, op.mO.element_type)
     rO.store(regs.acc_O.load().to(op.mO.element_type))
-    for r in cutlass.range_constexpr(matmul.THREAD_ROWS):
-        store_row(cute.recast_tensor(rO, Int32), r, mO, mine + 8 * r, tile.q_rows)
-    repair(spec, op, mO, regs, tile)
+    if const_expr(spec.stores_by_tma):
+        store_tile(spec, op, regs, rO, tile)
+    else:
+        for r in cutlass.range_constexpr(matmul.THREAD_ROWS):
+            store_row(cute.recast_tensor(rO, Int32), r, mO, mine + 8 * r, tile.q_rows)
+        repair(spec, op, mO, Int32(0), regs, tile)
+
+
+@cute.jit
+def store_tile(spec: Constexpr, op: Operands, regs: Constexpr, rO: cute.Tensor, tile: Tile):
+    """registers O -> smem -> gmem, by the copy engine, which clips the rows past the end."""
+    wait_for_stores(regs.thread)
+    cute.arch.barrier(barrier_id=Sync.OUT + regs.w, number_of_threads=128)
+    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), rO.element_type)
+    part = cute.make_tiled_copy_C(atom, regs.mma_O).get_slice(regs.thread)
+    cute.copy(atom, part.retile(rO), part.partition_D(regs.sO))
+    first = tile.q_block * spec.tile_q + regs.w * matmul.ROWS
+    repair(spec, op, regs.sO, first, regs, tile)
+    # Orders O's writes before the copy engine that reads them.
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.barrier(barrier_id=Sync.OUT + regs.w, number_of_threads=128)
+    if regs.thread < 32:
+        mO = op.out.tensor[None, None, tile.head, tile.batch]
+        gO = cute.local_tile(mO, (matmul.ROWS, spec.head_dim_v), (None, 0))
+        tOsO, tOgO = cpasync.tma_partition(
+            op.out.copy,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(regs.sO, 0, 2),
+            cute.group_modes(gO, 0, 2),
+        )
+        cute.copy(op.out.copy, tOsO, tOgO[None, tile.q_block * spec.warpgroups + regs.w])
+        cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def wait_for_stores(thread: Int32):
+    """Until the copy engine has read what this warpgroup gave it."""
+    if thread < 32:
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
 @cute.jit
