@@ -1,8 +1,8 @@
 """exp2 on the FMA units, for chips whose special-function units are the wall.
 
 Cody and Waite: 2^x = 2^floor(x) * 2^frac(x), the second factor by a polynomial on [0, 1).
-Source: FlashAttention-4, arXiv 2603.05451, section 3.1. The coefficients minimise the relative error
-with p(0) = 1 pinned: 8.8e-5, which bf16 rounds away in all but 1 % of the results.
+Source: FlashAttention-4, arXiv 2603.05451, section 3.1. The coefficients minimise the relative
+error with p(0) = 1 pinned: 8.8e-5, which bf16 rounds away in all but 1 % of the results.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The online softmax of a score tile, whichever matrix multiply made it.
 
-A thread holds `rows` rows of the tile, each of them shared with the lanes beside it. A row's maximum
-and sum are kept in the scale of log2, because exp2 is what the hardware computes.
+A thread holds `rows` rows of the tile, each of them shared with the lanes beside it. A row's
+maximum and sum are kept in the scale of log2, because exp2 is what the hardware computes.
 Source: FlashAttention-2, arXiv 2307.08691, section 3.1; conditional rescaling: FlashAttention-4,
 arXiv 2603.05451, section 3.2.
 """

@@ -19,12 +19,12 @@ import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Int32, const_expr
 
 from tilewright.kernels.blocks.arithmetic import tanh
-from tilewright.kernels.blocks.carried import Unchanged
 from tilewright.kernels.blocks.masking import Band, mask_scores
 from tilewright.kernels.sm90 import matmul
 from tilewright.kernels.sm90.fa3.operands import (
     Channels,
     Operands,
+    Role,
     Shared,
     Sync,
     Tile,
@@ -32,18 +32,13 @@ from tilewright.kernels.sm90.fa3.operands import (
     key_blocks,
 )
 from tilewright.kernels.sm90.fa3.registers import Registers
-from tilewright.kernels.sm90.fa3.spec import ForwardSpec
 from tilewright.kernels.sm90.fa3.store import store, wait_for_stores
 
 
 @dataclass(frozen=True)
-class Warpgroup(Unchanged):
-    """Everything that a computing warpgroup works with."""
+class Warpgroup(Role):
+    """What a computing warpgroup works with besides."""
 
-    spec: ForwardSpec
-    op: Operands
-    sm: Shared
-    ch: Channels
     regs: Registers
 
     @property
@@ -57,9 +52,8 @@ def compute(spec: Constexpr, op: Operands, sm: Shared, ch: Channels, mmas: Const
     thread, _, _ = cute.arch.thread_idx()
     w = cute.arch.make_warp_uniform(thread // 128) - 1
     wg = Warpgroup(spec, op, sm, ch, Registers(spec, op, sm, mmas, thread % 128, w))
-    if const_expr(spec.takes_turns):
-        if w == spec.warpgroups - 1:  # the first turn is the first warpgroup's
-            pass_turn(wg)
+    if w == spec.warpgroups - 1:  # the first turn is the first warpgroup's
+        pass_turn(wg)
     first = Int32(0)
     ch.tile.wait_full(first)
     tile = Tile.read(sm.sTile, ch.tile.index(first))

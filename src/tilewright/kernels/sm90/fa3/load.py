@@ -12,6 +12,7 @@ from cutlass.cute.nvgpu import cpasync
 from tilewright.kernels.sm90.fa3.operands import (
     Channels,
     Operands,
+    Role,
     Shared,
     Tile,
     TmaOperand,
@@ -54,6 +55,7 @@ def tile_views(spec: Any, op: Operands, sm: Shared, tile: Tile) -> tuple[Any, An
 @cute.jit
 def load(spec: Constexpr, op: Operands, sm: Shared, ch: Channels):
     """gmem Q, K, V -> smem. One warp."""
+    role = Role(spec, op, sm, ch)
     tiles, blocks, tails = Int32(0), Int32(0), Int32(0)
     ch.tile.wait_full(tiles)
     tile = Tile.read(sm.sTile, ch.tile.index(tiles))
@@ -71,10 +73,10 @@ def load(spec: Constexpr, op: Operands, sm: Shared, ch: Channels):
         for back in cutlass.range(1, end - begin, unroll=1):
             load_block(op.k, ch.k, tKgK, tKsK, blocks + back, end - 1 - back)
             rows = tile.seqlen_k - (end - back) * spec.tile_kv
-            tails = load_values(spec, op, sm, ch, tV, blocks + back - 1, end - back, rows, tails)
+            tails = load_values(role, tV, blocks + back - 1, end - back, rows, tails)
         blocks += end - begin
         rows = tile.seqlen_k - begin * spec.tile_kv
-        tails = load_values(spec, op, sm, ch, tV, blocks - 1, begin, rows, tails)
+        tails = load_values(role, tV, blocks - 1, begin, rows, tails)
         tiles += 1
         ch.tile.wait_full(tiles)
         tile = Tile.read(sm.sTile, ch.tile.index(tiles))
@@ -89,22 +91,15 @@ def load_block(operand: TmaOperand, ring: Any, tXgX: Any, tXsX: Any, n: Int32, b
 
 @cute.jit
 def load_values(
-    spec: Constexpr,
-    op: Operands,
-    sm: Shared,
-    ch: Channels,
-    tV: Any,
-    n: Int32,
-    block: Int32,
-    rows: Int32,
-    tails: Int32,
+    role: Constexpr, tV: Any, n: Int32, block: Int32, rows: Int32, tails: Int32
 ) -> Int32:
     """A tile of V into slot `n`. `rows` are left of the sequence from its first one on; `tails`
     counts the tiles that needed their last rows zeroed.
 
-    Past a packed sequence's end lie rows of others, whose NaN times a probability of 0 would be NaN.
+    Past a packed sequence's end lie rows of others, and 0 times a NaN of theirs would be NaN.
     The engine cannot clip there, so that block is waited for, and the rows are zeroed.
     """
+    spec, op, ch = role.spec, role.op, role.ch
     tVsV, tVgV = tV
     if const_expr(not spec.packed):
         load_block(op.v, ch.v, tVgV, tVsV, n, block)
@@ -117,7 +112,7 @@ def load_values(
             slot = ch.v.index(n)
             cute.copy(op.v.copy, tVgV[None, block], tVsV[None, slot], tma_bar_ptr=arrived)
             ch.tail.wait_full(tails)
-            zero_rows(sm.sV[None, None, slot], cutlass.max(rows, 0))
+            zero_rows(role.sm.sV[None, None, slot], cutlass.max(rows, 0))
             # Orders the zeros before the multiplies that read them.
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()

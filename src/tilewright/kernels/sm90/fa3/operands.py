@@ -10,8 +10,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from tilewright.kernels.blocks.carried import Unchanged
 from tilewright.kernels.blocks.masking import Band
 from tilewright.kernels.blocks.ring import Ring
+from tilewright.kernels.sm90.fa3.spec import ForwardSpec
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,16 @@ class Channels:
     k: Ring
     v: Ring
     tail: Ring  # load -> load: a tile of V that needs its last rows zeroed
+
+
+@dataclass(frozen=True)
+class Role(Unchanged):
+    """What every warp works with."""
+
+    spec: ForwardSpec
+    op: Operands
+    sm: Shared
+    ch: Channels
 
 
 class Sync(IntEnum):

@@ -24,18 +24,18 @@ VECTOR = 8  # elements of a 16-byte load: 32 lanes hold a row of the largest hea
 
 @cute.jit
 def repair(
-    spec: Constexpr, op: Operands, O: cute.Tensor, origin: Int32, regs: Constexpr, tile: Tile
+    spec: Constexpr, op: Operands, target: cute.Tensor, origin: Int32, regs: Constexpr, tile: Tile
 ):
-    """O (q, d), which this warp has just stored its 16 rows to: those that hidden keys spoilt.
+    """`target` (q, d), which this warp has just stored its 16 rows to: those that hidden keys spoilt.
 
-    O is of gmem, or of smem; its first row is the sequence's row `origin`.
+    That is gmem, or smem; its first row is the sequence's row `origin`.
     Rows past the sequence's end become 0, whatever lies in their q.
     """
     # Without bounds only keys past the end are hidden, whose V is loaded as zeros.
     if const_expr(spec.bounded_left or spec.bounded_right or spec.packed):
         lower, upper = (is_spoilt(regs.O, r) for r in range(matmul.THREAD_ROWS))
         if cute.arch.vote_any_sync(lower | upper):
-            repair_rows(spec, op, (O, origin), regs, tile, (lower, upper))
+            repair_rows(spec, op, (target, origin), regs, tile, (lower, upper))
 
 
 def is_spoilt(rO: cute.Tensor, r: int) -> Boolean:
@@ -99,20 +99,20 @@ def has_spoilt(spec: Constexpr, op: Operands, tile: Tile, begin: Int32, end: Int
 
 @cute.jit
 def repair_row(spec: Constexpr, op: Operands, out: Any, regs: Constexpr, tile: Tile, row: Int32):
-    """Row `row`, eight columns a lane, into `out`: (O, its first row)."""
-    O, origin = out
+    """Row `row`, eight columns a lane, into `out`: a tensor, and which row is its first."""
+    target, origin = out
     owner, is_lower = first_owner(row), row % WARP_ROWS < 8
     maximum = shuffled(regs.softmax.maximum, is_lower, owner)
     factor = shuffled(regs.factor, is_lower, owner)
     # A NaN among the logits has spoilt the row for good.
     if factor == factor:
         acc = attend_row(spec, op, regs, tile, row, maximum)
-        held = cute.make_rmem_tensor((1, VECTOR), O.element_type)
+        held = cute.make_rmem_tensor((1, VECTOR), target.element_type)
         for c in cutlass.range_constexpr(VECTOR):
-            held[0, c] = (acc[c] * factor).to(O.element_type)
+            held[0, c] = (acc[c] * factor).to(target.element_type)
         lane = cute.arch.lane_idx()
-        if lane < cute.size(O, mode=[1]) // VECTOR:
-            cute.autovec_copy(held, cute.local_tile(O, (1, VECTOR), (row - origin, lane)))
+        if lane < cute.size(target, mode=[1]) // VECTOR:
+            cute.autovec_copy(held, cute.local_tile(target, (1, VECTOR), (row - origin, lane)))
 
 
 @cute.jit

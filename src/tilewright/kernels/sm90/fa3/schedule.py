@@ -2,8 +2,8 @@
 
 Tiles are numbered so that those which run at one time share keys: heads are grouped into sections
 whose keys and values fit in L2, and inside a section the query block is the slow index. Under a
-causal mask the last blocks see the most keys and come first, so that the short ones fill the gaps at
-the end: longest processing time first. Source: FlashAttention-4, arXiv 2603.05451, section 3.4.
+causal mask the last blocks see the most keys and come first, so that the short ones fill the gaps
+at the end: longest processing time first. Source: FlashAttention-4, arXiv 2603.05451, section 3.4.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The epilogue: O and the log-sum-exp from registers to memory.
 
-By the copy engine through shared memory, where there is room for it and a tile's rows are all of one
-sequence. Else straight from the registers: a quad of lanes holds 8 neighbouring columns of a row in
-2-column pieces for each octet; four octets are exchanged in the quad, so that a lane stores 16 bytes.
+By the copy engine through shared memory, where there is room for it and a tile's rows are all of
+one sequence. Else straight from the registers: a quad of lanes holds an octet of columns of a row
+in pieces of two; four octets are exchanged in the quad, so that a lane stores 16 bytes of one.
 Measured on an H200: docs/fa3.md.
 """
 
