@@ -63,10 +63,10 @@ def small_problems(spec: ForwardSpec) -> dict[str, Small]:
 
 
 def growing(spec: ForwardSpec, scale: float = 3.0) -> Small:
-    """A causal one in which the maxima of rows grow from key block to key block, by far."""
+    """One in which the maxima of rows grow from key block to key block, by far; dense."""
     dims = spec.head_dim, spec.head_dim_v
     lengths = [(spec.tile_q + 1, 3 * spec.tile_kv + 1)]
-    return Small(lengths, dims, {"causal": True, "scale": scale})
+    return Small(lengths, dims, {"causal": spec.bounded_right, "scale": scale})
 
 
 @dataclass
