@@ -64,6 +64,7 @@ def parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     add("--dim", type=_numbers, default=(), help="head dims, as 64,128")
     add("--mask", type=_words, default=(), help="full, causal, window")
     add("--seqlen", type=_numbers, default=(), help="sequence lengths, as 512,8192")
+    add("--without", type=_words, default=(), help="contenders to leave out, as flex,fa2")
     add("--quick", action="store_true", help="seqlens 1k and 8k of the grid, and less time a case")
     add("--render", type=Path, metavar="FOLDER", help="make page and plots of its *.jsonl again")
     return made
@@ -128,6 +129,7 @@ def _on_gpu(asked: argparse.ArgumentParser, options: argparse.Namespace, screen:
 
     from tilewright.bench import power
     from tilewright.bench.gpu import cases
+    from tilewright.bench.gpu.contenders import CONTENDERS, OURS
     from tilewright.bench.gpu.output import Output, facts
     from tilewright.bench.gpu.run import plan, run
 
@@ -137,6 +139,10 @@ def _on_gpu(asked: argparse.ArgumentParser, options: argparse.Namespace, screen:
     chosen = cases.cases(choice)
     if not chosen:
         asked.error(f"no case is in {choice}")
+    unknown = set(options.without) - (CONTENDERS.keys() - {OURS})
+    if unknown:
+        asked.error(f"--without {','.join(sorted(unknown))}: no such contender, or tilewright")
+    ways = {name: way for name, way in CONTENDERS.items() if name not in options.without}
     directions = (FORWARD, BACKWARD) if options.direction == "both" else (options.direction,)
     output = Output(options.out, facts(options.command))
     total = len(directions) * (len(chosen) + 1)
@@ -149,6 +155,7 @@ def _on_gpu(asked: argparse.ArgumentParser, options: argparse.Namespace, screen:
                 lambda what: screen.progress(what, next(done), total),
                 watch,
                 plan(options.seconds, options.quick),
+                ways,
             )
             for record in records:
                 output.add(record, direction)

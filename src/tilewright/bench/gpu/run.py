@@ -57,6 +57,7 @@ def run(
     on_case: Callable[[str], None],
     watch: Watch | None = None,
     plan: Plan = PLAN,
+    ways: Mapping[str, Way] = CONTENDERS,
 ) -> Iterator[Record]:
     """Host time first, then each case, with the ceilings every few of them."""
     on_case(HOST)
@@ -65,7 +66,7 @@ def run(
         if index % CEILINGS_EVERY == 0:
             yield from ceilings(watch, plan)
         on_case(name(case))
-        yield from run_case(case, direction, watch, plan)
+        yield from run_case(case, direction, watch, plan, ways)
 
 
 def run_case(
