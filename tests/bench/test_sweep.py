@@ -31,9 +31,9 @@ def fill(folder: Path, specs: list[Any]) -> None:
 
 def test_choices_multiply_and_what_is_illegal_is_left_out() -> None:
     spec = sweep.spec_of(CAUSAL)
-    found = sweep.varied(spec, ["tile_kv=64,96", "overlap=true,false", "tile_q=64,1000"])
-    assert {(s.tile_kv, s.overlap, s.tile_q) for s in found} == {
-        (tile_kv, overlap, 64) for tile_kv in (64, 96) for overlap in (True, False)
+    found = sweep.varied(spec, ["tile_kv=64,96", "ping_pong=true,false", "tile_q=64,1000"])
+    assert {(s.tile_kv, s.ping_pong, s.tile_q) for s in found} == {
+        (tile_kv, ping_pong, 64) for tile_kv in (64, 96) for ping_pong in (True, False)
     }
     assert sweep.varied(spec, []) == [spec]
 

@@ -140,8 +140,9 @@ def test_the_plain_screen_needs_no_terminal_library(
 def test_the_command_runs_what_was_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the device: the options reach the cases, the passes and the files."""
 
-    def fake(chosen: Any, direction: str, on_case: Any, watch: Any, plan: Plan) -> Any:
+    def fake(chosen: Any, direction: str, on_case: Any, watch: Any, plan: Plan, ways: Any) -> Any:
         assert (watch, plan.seconds) == ("watch", 0.5)
+        assert "tilewright" in ways and "flex" not in ways
         for case in chosen:
             on_case(name(case))
             yield Record(name(case), direction, "tilewright", ms=1.0, tflops=2.0)
@@ -152,7 +153,19 @@ def test_the_command_runs_what_was_chosen(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(output, "facts", lambda command: MACHINE | {"command": command})
     monkeypatch.setattr(run, "run", fake)
     arguments = ["--pass", "both", "--dim", "128", "--mask", "full", "--seqlen", "512,8192"]
-    command.main([*arguments, "--cases", "grid", "--seconds", "0.5", "--out", str(tmp_path)])
+    command.main(
+        [
+            *arguments,
+            "--cases",
+            "grid",
+            "--seconds",
+            "0.5",
+            "--without",
+            "flex",
+            "--out",
+            str(tmp_path),
+        ]
+    )
     folder = tmp_path / "imaginary-gpu-9000"
     for direction in ("forward", "backward"):
         found = read([folder / f"{direction}.jsonl"])

@@ -95,7 +95,8 @@ def multiply_again(acc: cute.Tensor, rA: Any, sA: cute.Tensor, sB: cute.Tensor) 
     """acc = A B^T once more, by one warp's own multiplies, out of step with its warpgroup.
 
     `acc`, and `rA` where A is in registers, are those of the warpgroup's multiply: per warp,
-    mma.sync lays its fragments out in the same way. sA is this warp's 16 rows, (row, k), sB (column, k).
+    mma.sync lays its fragments out in the same way. sA is this warp's 16 rows, (row, k); sB is
+    (column, k).
     """
     dtype = sB.element_type
     mma = cute.make_tiled_mma(warp.MmaF16BF16Op(dtype, Float32, (16, 8, 16)))

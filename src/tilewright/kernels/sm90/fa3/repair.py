@@ -26,7 +26,7 @@ VECTOR = 8  # elements of a 16-byte load: 32 lanes hold a row of the largest hea
 def repair(
     spec: Constexpr, op: Operands, target: cute.Tensor, origin: Int32, regs: Constexpr, tile: Tile
 ):
-    """`target` (q, d), which this warp has just stored its 16 rows to: those that hidden keys spoilt.
+    """The rows of `target` (q, d), of the 16 that this warp has just stored, that keys spoilt.
 
     That is gmem, or smem; its first row is the sequence's row `origin`.
     Rows past the sequence's end become 0, whatever lies in their q.

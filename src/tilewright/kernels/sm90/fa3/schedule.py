@@ -1,9 +1,10 @@
 """Which tile of work is next, and where it lies. One warp works it out for the whole CTA.
 
 Tiles are numbered so that those which run at one time share keys: heads are grouped into sections
-whose keys and values fit in L2, and inside a section the query block is the slow index. Under a
-causal mask the last blocks see the most keys and come first, so that the short ones fill the gaps
-at the end: longest processing time first. Source: FlashAttention-4, arXiv 2603.05451, section 3.4.
+whose keys and values fit in L2, or which have tiles enough for all CTAs, and inside a section the
+query block is the slow index. Under a causal mask the last blocks see the most keys and come first,
+so that the short ones fill the gaps at the end: longest processing time first.
+Source: FlashAttention-4, arXiv 2603.05451, section 3.4.
 """
 
 from __future__ import annotations
@@ -18,17 +19,24 @@ from tilewright.kernels.sm90.fa3.operands import Channels, Operands, Shared, Til
 
 L2_BYTES = 24 << 20  # of keys and values that may be in use at a time; half of an H200's L2
 LARGEST_SECTION = 64
+# Tiles of a section for each CTA, at the least: the last section's longest tile must not outlast
+# the work that is left for the others. With one a CTA, an eighth of a long causal call is a tail.
+TILES_PER_CTA = 4
 
 
-def section_heads(spec: Any, op: Operands, seqlen_k: Int32) -> Int32:
+def section_heads(spec: Any, op: Operands, seqlen_k: Int32, blocks: Int32) -> Int32:
     """Query heads of a section: a power of two of key heads, with all the heads that share them."""
+    ctas, _, _ = cute.arch.grid_dim()
+    group = op.heads_q // op.heads_k
     head_bytes = seqlen_k.to(cutlass.Int64) * (2 * (spec.head_dim + spec.head_dim_v))
     section = Int32(1)
     power = 2
     while power <= LARGEST_SECTION:
-        section = Int32(cutlass.select_(head_bytes * power <= L2_BYTES, Int32(power), section))
+        fits = head_bytes * power <= L2_BYTES
+        is_needed = power // 2 * group * blocks < TILES_PER_CTA * ctas
+        section = Int32(cutlass.select_(fits | is_needed, Int32(power), section))
         power *= 2
-    return section * (op.heads_q // op.heads_k)
+    return section * group
 
 
 def place(
@@ -54,7 +62,7 @@ def schedule(spec: Constexpr, op: Operands, sm: Shared, ch: Channels):
     else:
         blocks = (op.seqlen_q + spec.tile_q - 1) // spec.tile_q
         heads = op.heads_q * op.batch
-        section = section_heads(spec, op, op.seqlen_k)
+        section = section_heads(spec, op, op.seqlen_k, blocks)
         n = Int32(0)
         is_left = index < heads * blocks
         while is_left:
@@ -93,8 +101,8 @@ def schedule_packed(spec: Constexpr, op: Operands, sm: Shared, ch: Channels, ind
             rows = cute.arch.shuffle_sync(length, owner)
             before = cute.arch.shuffle_sync(through - tiles_here, owner)
             q_start, seqlen_q, k_start, seqlen_k = sequence(op, batch)
-            section = section_heads(spec, op, seqlen_k)
             blocks = (rows + spec.tile_q - 1) // spec.tile_q
+            section = section_heads(spec, op, seqlen_k, blocks)
             inside = index - tiles_before - before
             head, q_block = place(spec, inside, op.heads_q, blocks, section)
             tile = Tile(head, batch, q_block, q_start, rows, seqlen_q, k_start, seqlen_k)
