@@ -19,9 +19,10 @@ from tilewright.kernels.sm90.fa3.operands import Channels, Operands, Shared, Til
 
 L2_BYTES = 24 << 20  # of keys and values that may be in use at a time; half of an H200's L2
 LARGEST_SECTION = 64
-# Tiles of a section for each CTA, at the least: the last section's longest tile must not outlast
-# the work that is left for the others. With one a CTA, an eighth of a long causal call is a tail.
-TILES_PER_CTA = 4
+# Tiles of a section for each CTA, at the least, where they differ in length: the last section's
+# longest tile must not outlast the work that is left for the others. With one a CTA, an eighth of a
+# long causal call was a tail.
+TILES_PER_CTA = 3
 
 
 def section_heads(spec: Any, op: Operands, seqlen_k: Int32, blocks: Int32) -> Int32:
@@ -32,9 +33,10 @@ def section_heads(spec: Any, op: Operands, seqlen_k: Int32, blocks: Int32) -> In
     section = Int32(1)
     power = 2
     while power <= LARGEST_SECTION:
-        fits = head_bytes * power <= L2_BYTES
-        is_needed = power // 2 * group * blocks < TILES_PER_CTA * ctas
-        section = Int32(cutlass.select_(fits | is_needed, Int32(power), section))
+        is_larger = head_bytes * power <= L2_BYTES
+        if spec.bounded_right:
+            is_larger = is_larger | (power // 2 * group * blocks < TILES_PER_CTA * ctas)
+        section = Int32(cutlass.select_(is_larger, Int32(power), section))
         power *= 2
     return section * group
 
