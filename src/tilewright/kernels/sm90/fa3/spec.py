@@ -100,6 +100,8 @@ class ForwardSpec:
             return "carries_over=True: the next Q must have a place while this one is multiplied"
         if self.goes_ahead and not (self.overlap and self.rescale_threshold > 0):
             return "goes_ahead=True: maxima must be allowed to lag, under multiplies that overlap"
+        if self.tiles_ahead < 1:
+            return f"tiles_ahead={self.tiles_ahead}: a tile at the least is handed over"
         if self.smem_bytes > SMEM_BYTES:
             return f"{self.smem_bytes} B of shared memory, {SMEM_BYTES} B exist"
         return None
