@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 
@@ -119,6 +121,25 @@ def test_named_barriers_must_agree_on_their_count() -> None:
 def test_registers_beyond_the_pool_are_reported() -> None:
     with pytest.raises(errors.ResourceMisuse, match="registers"):
         Program("setmaxnreg.inc.sync.aligned.u32 240;", threads=384).run()
+
+
+@pytest.mark.parametrize(("most", "fits"), [(112, True), (120, False)])
+def test_a_cta_has_the_registers_of_its_launch_and_no_more(most: int, fits: bool) -> None:
+    """Of 640 threads each is launched with 96: 61,440 of the 65,536 that there are."""
+    body = (
+        THREAD
+        + f"""
+        setp.lt.u32 %p0, %r0, 128;
+        @%p0 bra FEW;
+        setmaxnreg.inc.sync.aligned.u32 {most};
+        bra DONE;
+    FEW:
+        setmaxnreg.dec.sync.aligned.u32 24;
+    DONE:
+    """
+    )
+    with nullcontext() if fits else pytest.raises(errors.ResourceMisuse, match="the CTA has 61440"):
+        Program(body, threads=640).run()
 
 
 @pytest.mark.parametrize(

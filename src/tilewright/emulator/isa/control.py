@@ -25,7 +25,9 @@ def setmaxnreg(ins: Instruction, lanes: Lanes) -> Effect:
     if not 24 <= count.bits <= 256 or count.bits % 8:
         raise ResourceMisuse(f"setmaxnreg {count.bits}: wanted 24 to 256 in steps of 8")
     budgets, grow = lanes.cta.register_budgets, ins.parts[1] == "inc"
-    pool = lanes.cta.machine.chip.registers
+    # What a launch may allot a thread at the most. Seen on an H200: a CTA gets no more later on, and
+    # an increase beyond it waits for ever.
+    pool = lanes.cta.machine.chip.registers // lanes.cta.threads // 8 * 8 * lanes.cta.threads
 
     def effect() -> None:
         for warp in lanes.warps:
@@ -36,7 +38,7 @@ def setmaxnreg(ins: Instruction, lanes: Lanes) -> Effect:
         if 32 * sum(budgets.values()) > pool:
             raise ResourceMisuse(
                 f"setmaxnreg: budgets {budgets} of the warps need "
-                f"{32 * sum(budgets.values())} registers, there are {pool}"
+                f"{32 * sum(budgets.values())} registers, the CTA has {pool}"
             )
 
     return effect

@@ -73,8 +73,12 @@ class ForwardSpec:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """A thread's, of the loading warpgroup and of the computing ones."""
-        return {1: (56, 256), 2: (24, 240), 3: (32, 160), 4: (24, 120)}[self.warpgroups]
+        """A thread's, of the loading warpgroup and of the computing ones.
+
+        Together they are at most what a launch allots, a multiple of 8 for each thread: a warpgroup
+        that asks for more waits for ever.
+        """
+        return {1: (56, 256), 2: (24, 240), 3: (32, 160), 4: (24, 112)}[self.warpgroups]
 
     @property
     def smem_bytes(self) -> int:
