@@ -18,7 +18,9 @@ _TILES: dict[tuple[int, int], dict[str, Any]] = {
     (128, 128): {"k_stages": 3, "q_in_registers": True, "stores_by_tma": True},
     (192, 128): {},
     (192, 192): {"tile_kv": 64, "k_stages": 4, "v_stages": 3},
-    (256, 256): {"tile_kv": 64, "k_stages": 3},
+    # Few exponentials to a multiply: the maxima do not show, and going ahead costs causal calls
+    # 2 %.
+    (256, 256): {"tile_kv": 64, "k_stages": 3, "goes_ahead": False},
 }
 _COMMON = {"tile_q": 128, "tile_kv": 128, "ping_pong": False, "goes_ahead": True}
 # Three warpgroups at head dim 64 win by their number where sequences are long, and lose by the rows
