@@ -214,19 +214,25 @@ def test_packed_bounds_are_never_dropped(hopper: StandIn) -> None:
 
 
 def test_every_pair_of_head_dims_has_the_smallest_kernel_of_the_catalog() -> None:
-    known = catalog.kernels("sm_90a")
+    known = [kernel.spec.features for kernel in catalog.kernels("sm_90a")]
     for dim in range(8, 257, 8):
         for dim_v in range(8, 257, 8):
             for packed in (False, True):
                 found = fa3._smallest(("bfloat16", packed, False), (dim, dim_v, False, True))
                 assert found in known
                 fitting = [
-                    (kernel.spec.head_dim, kernel.spec.head_dim_v)
-                    for kernel in known
-                    if kernel.spec.head_dim >= dim and kernel.spec.head_dim_v >= dim_v
+                    (spec.head_dim, spec.head_dim_v)
+                    for spec in known
+                    if spec.head_dim >= dim and spec.head_dim_v >= dim_v
                 ]
-                assert (found.spec.head_dim, found.spec.head_dim_v) == min(fitting)
-                assert found.spec.bounded_right and not found.spec.bounded_left
+                assert (found.head_dim, found.head_dim_v) == min(fitting)
+                assert found.bounded_right and not found.bounded_left
+
+
+def test_the_kernel_that_is_launched_is_one_of_the_catalog(hopper: StandIn) -> None:
+    for options in ({}, {"causal": True}, {"window": (3, 1)}, {"softcap": 3.0}):
+        attention(*qkv(), backend="fa3", **options)
+        assert hopper.kernels[-1] in catalog.kernels("sm_90a")
 
 
 def test_the_scale_and_the_cap_are_passed_on(hopper: StandIn) -> None:
