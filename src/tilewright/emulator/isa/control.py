@@ -25,8 +25,8 @@ def setmaxnreg(ins: Instruction, lanes: Lanes) -> Effect:
     if not 24 <= count.bits <= 256 or count.bits % 8:
         raise ResourceMisuse(f"setmaxnreg {count.bits}: wanted 24 to 256 in steps of 8")
     budgets, grow = lanes.cta.register_budgets, ins.parts[1] == "inc"
-    # What a launch may allot a thread at the most. Seen on an H200: a CTA gets no more later on,
-    # and an increase beyond it waits for ever.
+    # An increase waits for registers of the CTA's own pool, which is what its launch allotted: at
+    # the most this, so that more would never come.
     pool = lanes.cta.machine.chip.registers // lanes.cta.threads // 8 * 8 * lanes.cta.threads
 
     def effect() -> None:
