@@ -1,0 +1,129 @@
+"""What a backward kernel of FA-3 is compiled for, and the workspace that its three kernels share.
+
+prepare writes, for each query row, the log-sum-exp and D = rowsum(dO * O) - dLSE, and zeroes the
+sums of dQ; the main kernel adds to those; finish scales them and writes dQ.
+
+Rows of the workspace are padded: those of a sequence begin at a multiple of ROWS_MULTIPLE, so that
+no tile of queries holds rows of two. See `padded_start`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tilewright.kernels.sm90.fa3.spec import (
+    BARRIER_BYTES,
+    DTYPES,
+    HEAD_DIMS,
+    MMA_ROWS,
+    SMEM_BYTES,
+)
+
+ROWS_MULTIPLE = 128
+
+
+@dataclass(frozen=True)
+class BackwardSpec:
+    """One compiled main kernel. The first group says what it can compute, the second how.
+
+    The first group is that of `ForwardSpec`.
+    """
+
+    dtype: str = "bfloat16"
+    head_dim: int = 128
+    head_dim_v: int = 128
+    bounded_left: bool = False
+    bounded_right: bool = False
+    has_softcap: bool = False
+    packed: bool = False
+    deterministic: bool = False  # each sum of dQ is added to in a fixed order
+
+    tile_q: int = 64
+    tile_kv: int = 128
+    q_stages: int = 2
+    do_stages: int = 2
+    tiles_ahead: int = 1
+
+    @property
+    def features(self) -> BackwardSpec:
+        """What it can compute, however it does."""
+        return BackwardSpec(
+            self.dtype,
+            self.head_dim,
+            self.head_dim_v,
+            self.bounded_left,
+            self.bounded_right,
+            self.has_softcap,
+            self.packed,
+            self.deterministic,
+        )
+
+    @property
+    def warpgroups(self) -> int:
+        """That compute; one more loads."""
+        return self.tile_kv // MMA_ROWS
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """A thread's, of the loading warpgroup and of the computing ones."""
+        return {1: (56, 256), 2: (24, 240), 3: (32, 160)}[self.warpgroups]
+
+    @property
+    def smem_bytes(self) -> int:
+        kv = self.tile_kv * (self.head_dim + self.head_dim_v)
+        q = self.tile_q * (self.q_stages * self.head_dim + self.do_stages * self.head_dim_v)
+        ds = 2 * self.tile_q * self.tile_kv
+        rows = 4 * self.tile_q * (self.q_stages + self.do_stages)
+        return 2 * (kv + q + ds) + rows + BARRIER_BYTES
+
+    def why_illegal(self) -> str | None:
+        """What the chip cannot give this spec; None if it is legal."""
+        if self.dtype not in DTYPES:
+            return f"dtype={self.dtype}: want one of {', '.join(DTYPES)}"
+        for name, dim in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
+            if dim not in HEAD_DIMS:
+                return f"{name}={dim}: tiles have one of {HEAD_DIMS}"
+        if self.tile_q % MMA_ROWS or ROWS_MULTIPLE % self.tile_q:
+            return f"tile_q={self.tile_q}: want 64 or 128, which the workspace is padded to"
+        if self.tile_kv % MMA_ROWS or not 1 <= self.warpgroups <= 3:
+            return f"tile_kv={self.tile_kv}: one to three warpgroups own {MMA_ROWS} keys each"
+        if self.smem_bytes > SMEM_BYTES:
+            return f"{self.smem_bytes} B of shared memory, {SMEM_BYTES} B exist"
+        return None
+
+    def __str__(self) -> str:
+        dims = f"d{self.head_dim}"
+        if self.head_dim_v != self.head_dim:
+            dims += f"v{self.head_dim_v}"
+        mask = {
+            (False, False): "full",
+            (False, True): "right",
+            (True, False): "left",
+            (True, True): "window",
+        }[self.bounded_left, self.bounded_right]
+        parts = [{"float16": "f16", "bfloat16": "bf16"}[self.dtype], dims, mask]
+        parts += ["varlen"] if self.packed else []
+        parts += ["softcap"] if self.has_softcap else []
+        parts += ["deterministic"] if self.deterministic else []
+        return "_".join([*parts, f"{self.tile_q}x{self.tile_kv}"])
+
+
+def padded_start(start: Any, sequence: Any) -> Any:
+    """Where a packed sequence's rows begin in the workspace; `start` is its entry of cu_seqlens_q.
+
+    The rows past the last sequence count as one more. Of each there is room for the length rounded
+    up, since start grows by it and the sequence by one.
+    """
+    return (start + sequence * ROWS_MULTIPLE) // ROWS_MULTIPLE * ROWS_MULTIPLE
+
+
+def padded_rows(rows: int, sequences: int) -> int:
+    """Rows of the workspace: of one dense sequence (`sequences` 0), or of all packed ones."""
+    if sequences == 0:
+        return -(-rows // ROWS_MULTIPLE) * ROWS_MULTIPLE
+    return padded_start(rows, sequences + 1)
