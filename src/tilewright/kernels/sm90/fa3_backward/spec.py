@@ -65,6 +65,11 @@ class BackwardSpec:
         return self.tile_kv // MMA_ROWS
 
     @property
+    def dq_columns(self) -> int:
+        """Of the part of dQ that a warpgroup makes, which has 64 rows."""
+        return self.head_dim * self.tile_q // (MMA_ROWS * self.warpgroups)
+
+    @property
     def threads(self) -> int:
         return 128 * (self.warpgroups + 1)
 
