@@ -2,13 +2,13 @@
 
 Steady state of a warpgroup, query blocks i from first to last; what shares a line runs at one time:
 
-    S_i = K Q_i^T                          dQ_{i-1} to memory
-    dP_i = V dO_i^T   dK += dS_{i-1} Q     P_i = exp2(S_i - lse)
-    dK += dS_{i-1} Q                       dS_i = P_i (dP_i - delta)
-    dV += P_i dO_i                         dS_i to shared memory
-    dQ_i = dS_i K                          S_{i+1} is issued
+    S_i = K Q_i^T
+    dP_i = V dO_i^T     P_i = exp2(S_i - lse)
+    dK += dS_{i-1} Q    dS_i = P_i (dP_i - delta)
+    dV += P_i dO_i      dS_i to shared memory
+    dQ_i = dS_i K       and then dQ_i is added to memory
 
-so that dK runs a step late, and something is multiplied all the time. Everything that is made of
+so that dK runs a step late: under the making of dS. Everything that is made of
 queries and keys is transposed here: rows are keys, columns are queries.
 Source: FlashAttention-3, arXiv 2407.08608, section 3.1 and appendix B; FlashAttention-2,
 arXiv 2307.08691, algorithm 2.
@@ -23,7 +23,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Float32, Int32, const_expr
 
-from tilewright.kernels.blocks.arithmetic import exp2, fma, select, tanh
+from tilewright.kernels.blocks.arithmetic import exp2, fma, tanh
 from tilewright.kernels.blocks.masking import mask_scores
 from tilewright.kernels.sm90 import matmul
 from tilewright.kernels.sm90.fa3.registers import LOG2_E
@@ -79,54 +79,47 @@ def compute(spec: Constexpr, op: Operands, sm: Shared, ch: Channels, mmas: Const
 def attend_queries(
     wg: Constexpr, tile: Tile, begin: Int32, count: Int32, loaded: Int32, steps: Int32
 ):
-    """All queries of all heads that see a tile of keys, number `loaded` of those that were loaded."""
-    ch = wg.ch
+    """All queries of all heads that see a tile of keys, number `loaded` of those with queries."""
+    ch, regs = wg.ch, wg.regs
     group = wg.op.heads_q // wg.op.heads_k
-    head, block = tile.head * group, begin
+    head, block, last = tile.head * group, begin, steps + count * group - 1
     ch.k.wait_full(loaded)
-    attend_block(wg, tile, (steps, head, block), (head, block), True, loaded)
-    for n in cutlass.range(steps + 1, steps + count * group, unroll=1):
-        before = head, block
+    ch.q.wait_full(steps)
+    ch.v.wait_full(loaded)
+    attend_block(wg, tile, (steps, head, block), True, steps < last)
+    for n in cutlass.range(steps + 1, last + 1, unroll=1):
         block += 1
         if block == begin + count:
             block = begin
             head += 1
-        attend_block(wg, tile, (n, head, block), before, False, loaded)
-    n = steps + count * group - 1
+        attend_block(wg, tile, (n, head, block), False, n < last)
     ch.v.release(loaded)
-    wg.regs.multiply_dK(ch.q.index(n))
-    matmul.wait(1)
-    ch.do.release(n)
     ch.k.release(loaded)
-    add_dQ(wg, tile, head, block)
+    regs.multiply_dK(ch.q.index(last))
     matmul.wait(0)
-    ch.q.release(n)
+    ch.q.release(last)
 
 
 @cute.jit
-def attend_block(
-    wg: Constexpr, tile: Tile, step: Any, before: Any, is_first: Constexpr, loaded: Int32
-):
-    """Step (n, head, query block), and what is left of the one before, (head, query block)."""
+def attend_block(wg: Constexpr, tile: Tile, step: Any, is_first: Constexpr, has_next: Boolean):
+    """Step (n, head, query block), whose Q is there; the dK of the one before, if there is one."""
     ch, regs, (n, head, block) = wg.ch, wg.regs, step
-    ch.q.wait_full(n)
     acc_S = regs.multiply_S(ch.q.index(n))
-    if const_expr(is_first):
-        ch.v.wait_full(loaded)
-    else:
-        matmul.wait(1)
-        ch.do.release(n - 1)
-        add_dQ(wg, tile, *before)
     ch.do.wait_full(n)
     acc_dP = regs.multiply_dP(ch.do.index(n))
     if const_expr(not is_first):
         regs.multiply_dK(ch.q.index(n - 1))
     matmul.wait(1 if is_first else 2)
     S, dP = matmul.as_rows(acc_S), matmul.as_rows(acc_dP)  # (row, col)
+    is_there = ch.q.is_full(n + 1)
     slope = make_P(wg, S, tile, n, block)
+    regs.rP.store(acc_S.load().to(regs.rP.element_type))
+    # The next Q is waited for here because of the branch: without one, the assembler moves the end
+    # of dP up to before the exponentials that should run under it.
+    if has_next & (not is_there):
+        ch.q.wait_full(n + 1)
     matmul.wait(0 if is_first else 1)
     make_dS(wg, S, dP, slope, n)
-    regs.rP.store(acc_S.load().to(regs.rP.element_type))
     if is_cut(wg, tile, block):
         # What a hidden pair is multiplied by may be NaN.
         hide(wg, dP, tile, block, 0.0)
@@ -142,6 +135,11 @@ def attend_block(
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.barrier(barrier_id=Sync.DS_WRITTEN, number_of_threads=128 * wg.spec.warpgroups)
     regs.multiply_dQ(slot)
+    # No multiply may be under way where the loop closes, if its result is read behind: the
+    # assembler would then let none run beside another.
+    matmul.wait(0)
+    ch.do.release(n)
+    add_dQ(wg, tile, head, block)
 
 
 @cute.jit

@@ -51,14 +51,19 @@ def load_tile(
     for g in cutlass.range(group, unroll=1):
         head = tile.head * group + g
         q, do = query_views(role, tile, head)
-        mLSE, mDelta = statistics(role, op.mLSE, tile, head), statistics(role, op.mDelta, tile, head)
+        mLSE, mDelta = (
+            statistics(role, op.mLSE, tile, head),
+            statistics(role, op.mDelta, tile, head),
+        )
         for i in cutlass.range(count, unroll=1):
             block = begin + i
             rows = tile.seqlen_q - block * spec.tile_q
             # What is multiplied first comes first: K and Q, then V and dO.
             if (g == 0) & (i == 0):
                 k = key_view(spec, op.k, sm.sK, tile, spec.head_dim)
-                tails = load_block(role, (op.k, ch.k, k, sm.sK, None), n, tile.kv_block, keys, tails)
+                tails = load_block(
+                    role, (op.k, ch.k, k, sm.sK, None), n, tile.kv_block, keys, tails
+                )
             lse = (mLSE, sm.sLSE)
             tails = load_block(role, (op.q, ch.q, q, sm.sQ, lse), steps, block, rows, tails)
             if (g == 0) & (i == 0):
@@ -80,9 +85,7 @@ def key_view(spec: Any, operand: TmaOperand, sX: cute.Tensor, tile: Tile, dim: i
 
 def query_views(role: Role, tile: Tile, head: Int32) -> tuple[Any, Any]:
     spec, op, sm = role.spec, role.op, role.sm
-    mQ, mdO = (
-        rows_of(spec, x.tensor, head, tile.batch, tile.q_start, 0) for x in (op.q, op.dout)
-    )
+    mQ, mdO = (rows_of(spec, x.tensor, head, tile.batch, tile.q_start, 0) for x in (op.q, op.dout))
     gQ = cute.local_tile(mQ, (spec.tile_q, spec.head_dim), (None, 0))  # (q, d, block)
     gdO = cute.local_tile(mdO, (spec.tile_q, spec.head_dim_v), (None, 0))  # (q, d, block)
     return views(op.q, gQ, sm.sQ), views(op.dout, gdO, sm.sdO)

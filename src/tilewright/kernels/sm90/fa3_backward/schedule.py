@@ -64,7 +64,5 @@ def schedule(spec: Constexpr, op: Operands, sm: Shared, ch: Channels):
         lengths = Lengths(
             given.cu_seqlens_k, given.cu_seqlens_q, given.seqused_k, given.seqused_q, used
         )
-    sides = Sides(
-        op.mCounter, lengths, op.batch, op.heads_k, op.heads_k, op.seqlen_k, op.seqlen_q
-    )
+    sides = Sides(op.mCounter, lengths, op.batch, op.heads_k, op.heads_k, op.seqlen_k, op.seqlen_q)
     forward.schedule(order(spec), sides, sm, ch)

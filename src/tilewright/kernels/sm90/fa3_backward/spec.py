@@ -41,7 +41,7 @@ class BackwardSpec:
 
     tile_q: int = 64
     tile_kv: int = 128
-    q_stages: int = 2
+    q_stages: int = 3
     do_stages: int = 2
     tiles_ahead: int = 1
 

@@ -16,7 +16,9 @@ from tilewright.kernels.sm90.fa3_backward.operands import Operands, Tile
 @cute.jit
 def store(spec: Constexpr, op: Operands, regs: Constexpr, tile: Tile):
     """registers dK, dV -> gmem. One warpgroup, its 64 keys."""
-    store_keys(regs, regs.acc_dV, rows_of(spec, op.mdV, tile.head, tile.batch, tile.k_start, 0), tile)
+    store_keys(
+        regs, regs.acc_dV, rows_of(spec, op.mdV, tile.head, tile.batch, tile.k_start, 0), tile
+    )
     acc = regs.acc_dK
     acc.store(acc.load() * op.scale)
     store_keys(regs, acc, rows_of(spec, op.mdK, tile.head, tile.batch, tile.k_start, 0), tile)
