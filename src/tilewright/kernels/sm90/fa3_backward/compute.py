@@ -174,7 +174,7 @@ def make_dS(wg: Warpgroup, P: cute.Tensor, dP: cute.Tensor, slope: Any, n: Int32
 
 
 def first_key(wg: Warpgroup, tile: Tile) -> Int32:
-    return tile.kv_block * wg.spec.tile_kv + wg.regs.w * matmul.ROWS
+    return tile.kv_block * wg.spec.tile_kv + wg.regs.first_key
 
 
 def is_cut(wg: Warpgroup, tile: Tile, block: Int32) -> Boolean:

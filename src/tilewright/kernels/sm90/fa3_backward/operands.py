@@ -55,6 +55,7 @@ class Shared:
     sLSE: cute.Tensor  # (q, stage)
     sDelta: cute.Tensor  # (q, stage)
     sTile: cute.Tensor  # (word, slot)
+    sP: Any = None  # (4, thread, octet, slot), fragments in float32, of a wide kernel
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ class Channels:
     q: Ring  # with lse
     do: Ring  # with delta
     tail: Ring  # load -> load: a tile that needs its last rows zeroed
+    p: Any = None  # the warpgroup that makes P -> the one that makes dS, of a wide kernel
+    ds: Any = None  # the warpgroup that makes dS -> both, of a wide kernel
 
 
 @dataclass(frozen=True)

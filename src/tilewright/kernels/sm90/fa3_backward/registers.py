@@ -33,6 +33,7 @@ class Registers(Unchanged):
 
     def __init__(self, spec: BackwardSpec, sm: Shared, mmas: Any, thread: Int32, w: Int32):
         self.spec, self.thread, self.w = spec, thread, w
+        self.first_key = w * matmul.ROWS
         self.mma_S, self.mma_dV, self.mma_dK, self.mma_dQ = mmas
         part_S, part_dV, part_dK, part_dQ = (mma.get_slice(thread) for mma in mmas)
         sK, sV = (
