@@ -217,12 +217,9 @@ def add_dQ(wg: Constexpr, tile: Tile, head: Int32, block: Int32):
         first = Int32(0)
         mdQ = op.mdQ[None, None, None, None, head, tile.batch]
     unit = (first + block * spec.tile_q) // matmul.ROWS
-    octet = Int32(0)
-    if const_expr(spec.tile_q == matmul.ROWS):
-        octet = wg.regs.w * (spec.dq_columns // 8)
-    else:
+    if const_expr(spec.tile_q != matmul.ROWS):
         unit += wg.regs.w
-    target = cute.domain_offset((0, 0, octet), mdQ[None, None, None, unit])
+    target = cute.domain_offset((0, 0, wg.regs.first_octet), mdQ[None, None, None, unit])
     if const_expr(spec.deterministic):
         row = first // spec.tile_q + block
         mTurns = op.mTurns[None, head] if spec.packed else op.mTurns[None, head, tile.batch]

@@ -71,7 +71,9 @@ class BackwardSpec:
 
     @property
     def dq_columns(self) -> int:
-        """Of the part of dQ that a warpgroup makes, which has 64 rows."""
+        """Of the part of dQ that one multiply makes, which has 64 rows."""
+        if self.is_wide:
+            return 64
         return self.head_dim * self.tile_q // (MMA_ROWS * self.warpgroups)
 
     @property

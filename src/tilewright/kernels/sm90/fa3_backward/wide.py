@@ -31,7 +31,6 @@ from tilewright.kernels.sm90.fa3_backward.compute import (
     add_dQ,
     hide,
     is_cut,
-    make_dS,
     make_P,
 )
 from tilewright.kernels.sm90.fa3_backward.operands import (
@@ -115,7 +114,9 @@ def attend_queries(
             head += 1
         attend_block(wg, tile, (n, head, block), before, n < last)
     ch.v.release(loaded)
-    issue_dQ(wg, last)
+    ch.ds.wait_full(last)
+    for part in cutlass.range_constexpr(regs.dq_parts):
+        regs.multiply_dQ_part(ch.ds.index(last), part)
     matmul.wait(0)
     ch.k.release(loaded)
     ch.ds.release(last)
@@ -126,10 +127,11 @@ def attend_queries(
 @cute.jit
 def attend_block(wg: Constexpr, tile: Tile, step: Any, before: Constexpr, has_next: Boolean):
     """Step (n, head, query block), and dQ of the one `before`, (head, query block)."""
-    regs, (n, _, block) = wg.regs, step
+    ch, regs, (n, _, block) = wg.ch, wg.regs, step
     acc = regs.multiply_pairs(wg.pairs.index(n))
     if const_expr(before is not None):
-        issue_dQ(wg, n - 1)
+        ch.ds.wait_full(n - 1)
+        regs.multiply_dQ_part(ch.ds.index(n - 1), 0)
     matmul.wait(0 if before is None else 1)
     if const_expr(before is not None):
         wg.summed.release(n - 1)
@@ -142,19 +144,20 @@ def attend_block(wg: Constexpr, tile: Tile, step: Any, before: Constexpr, has_ne
     is_next_there = wg.pairs.is_full(n + 1)
     if not is_there:
         wg.summed.wait_full(n)
-    regs.multiply_sum(wg.summed.index(n))
+    if const_expr(before is not None):
+        for part in cutlass.range_constexpr(1, regs.dq_parts):
+            regs.multiply_dQ_part(ch.ds.index(n - 1), part)
+    if const_expr(regs.w == 0):
+        regs.multiply_dV(ch.do.index(n))
+    else:
+        ch.ds.wait_full(n)
+        regs.multiply_dK_of(ch.ds.index(n), ch.q.index(n))
     if has_next & (not is_next_there):
         wg.pairs.wait_full(n + 1)
     if const_expr(before is not None):
         matmul.wait(1)
-        wg.ch.ds.release(n - 1)
+        ch.ds.release(n - 1)
         add_dQ(wg, tile, *before)
-
-
-def issue_dQ(wg: WideWarpgroup, n: Int32) -> None:
-    """This warpgroup's columns of step n's dQ."""
-    wg.ch.ds.wait_full(n)
-    wg.regs.multiply_dQ(wg.ch.ds.index(n))
 
 
 @cute.jit
@@ -164,7 +167,7 @@ def hand_on_P(wg: Constexpr, acc: cute.Tensor, tile: Tile, n: Int32, block: Int3
     is_free = p.is_empty(n)
     S = matmul.as_rows(acc)  # (row, col)
     slope = make_P(wg, S, tile, n, block)
-    regs.rdS.store(acc.load().to(regs.rdS.element_type))
+    regs.rP.store(acc.load().to(regs.rP.element_type))
     if const_expr(slope is not None):
         # All that dS wants of both is their product.
         for r in cutlass.range_constexpr(matmul.THREAD_ROWS):
@@ -178,16 +181,16 @@ def hand_on_P(wg: Constexpr, acc: cute.Tensor, tile: Tile, n: Int32, block: Int3
 
 @cute.jit
 def hand_on_dS(wg: Constexpr, acc: cute.Tensor, tile: Tile, n: Int32, block: Int32):
-    """dP -> dS, as A of the multiply that makes dK, and in smem."""
+    """dP -> dS, to smem."""
     regs, p, ds = wg.regs, wg.ch.p, wg.ch.ds
     is_free = ds.is_empty(n)
     p.wait_full(n)
-    dP = matmul.as_rows(acc)  # (row, col)
-    make_dS(wg, matmul.as_rows(regs.read_P()), dP, None, n)
+    regs.make_dS(acc, wg.sm.sDelta, wg.ch.do.index(n))
     p.release(n)
     if is_cut(wg, tile, block):
         # What a hidden pair is multiplied by may be NaN.
-        hide(wg, dP, tile, block, 0.0)
+        hide(wg, matmul.as_rows(acc), tile, block, 0.0)
+    regs.rdS = cute.make_rmem_tensor(regs.shape_S, wg.sm.sdS.element_type)
     regs.rdS.store(acc.load().to(regs.rdS.element_type))
     if not is_free:
         ds.wait_empty(n)
