@@ -141,7 +141,9 @@ def exact_device(batch: Batch) -> str:
     return "cuda" if logits >= LOGITS_FOR_A_GPU and torch.cuda.is_available() else "cpu"
 
 
-def by_formula(batch: Batch, dtype: torch.dtype, **options: Any) -> Results:
+def by_formula(
+    batch: Batch, dtype: torch.dtype, with_gradients: bool = True, **options: Any
+) -> Results:
     """The oracle on each sequence alone, its arithmetic in `dtype`; the results are on the CPU.
 
     What is not float64 is plain attention, the measure of what a dtype can do. That stays on the
@@ -149,14 +151,16 @@ def by_formula(batch: Batch, dtype: torch.dtype, **options: Any) -> Results:
     """
     where = exact_device(batch) if dtype == torch.float64 else "cpu"
     batch = batch.to(where).to(dtype)
-    return _joined([_one_by_formula(x, dtype, options).cpu() for x in batch.alone()])
+    return _joined([_one_by_formula(x, with_gradients, options).cpu() for x in batch.alone()])
 
 
-def _one_by_formula(batch: Batch, dtype: torch.dtype, options: dict[str, Any]) -> Results:
+def _one_by_formula(batch: Batch, with_gradients: bool, options: dict[str, Any]) -> Results:
     (x,) = batch.sequences
     operands = Operands(x.q[None], x.k[None], x.v[None], batch.sink)
     rule = scoring(x.q.shape[-1], options)
     out, lse = reference.forward(operands, rule)
+    if not with_gradients:
+        return Results([out[0]], [lse[0].T], [], [], [], [], [])
     dlse = None if x.dlse is None else x.dlse.T[None]
     *grads, dsink = reference.backward(operands, rule, x.dout[None], dlse)
     dq, dk, dv = (grad[0] for grad in grads)
