@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import product
 from typing import Any
 
 from tilewright.kernels.sm90.fa3.spec import DTYPES, ForwardSpec
+from tilewright.kernels.sm90.fa3_backward.spec import BackwardSpec, RowsSpec
 
 FA3_FORWARD = "fa3_forward"
+FA3_PREPARE = "fa3_backward_prepare"
+FA3_BACKWARD = "fa3_backward"
+FA3_FINISH = "fa3_backward_finish"
+
+# The module of each family's kernel, and its class there.
+_SOURCES = {
+    FA3_FORWARD: ("fa3.kernel", "Forward"),
+    FA3_PREPARE: ("fa3_backward.prepare", "Prepare"),
+    FA3_BACKWARD: ("fa3_backward.kernel", "Backward"),
+    FA3_FINISH: ("fa3_backward.finish", "Finish"),
+}
 
 # How each pair of head dims is tiled. Measured on an H200 for 64, 128 and 256: docs/fa3.md.
 _TILES: dict[tuple[int, int], dict[str, Any]] = {
@@ -29,6 +42,12 @@ _SHORT = {"k_stages": 4, "v_stages": 4, "q_in_registers": True, "stores_by_tma":
 SHORT = 1536  # queries
 # A row's maximum may lag by so much, in log2, that P stays inside its dtype with room to spare.
 _THRESHOLD = {"float16": 14.0, "bfloat16": 24.0}
+# As _TILES, of the backward's main kernel. Head dims that are larger have none.
+_BACKWARD_TILES: dict[tuple[int, int], dict[str, Any]] = {
+    (64, 64): {},
+    (96, 96): {},
+    (128, 128): {},
+}
 
 
 @dataclass(frozen=True)
@@ -36,13 +55,14 @@ class Kernel:
     """One thing to compile."""
 
     family: str
-    spec: ForwardSpec
+    spec: Any  # the family's
     arch: str
 
     def trace(self) -> tuple[Any, tuple[Any, ...]]:
         """The function to compile and the fake operands to compile it with. Loads the DSL."""
-        module = import_module("tilewright.kernels.sm90.fa3.kernel")
-        return module.Forward(self.spec), module.fake_operands(self.spec)
+        name, of_kernel = _SOURCES[self.family]
+        module = import_module(f"tilewright.kernels.sm90.{name}")
+        return getattr(module, of_kernel)(self.spec), module.fake_operands(self.spec)
 
     def __str__(self) -> str:
         return f"{self.family}_{self.spec}"
@@ -66,6 +86,16 @@ def kernels(arch: str) -> list[Kernel]:
     """Everything that the dispatcher may ask for on `arch`."""
     if arch != "sm_90a":
         return []
+    specs = [(FA3_FORWARD, spec) for spec in _forwards()]
+    specs += [(FA3_BACKWARD, spec) for spec in _backwards()]
+    for packed, dtype in product((False, True), DTYPES):
+        dims, dims_v = map(dict.fromkeys, zip(*_BACKWARD_TILES, strict=True))
+        specs += [(FA3_PREPARE, RowsSpec(dtype, dim, packed)) for dim in dims_v]
+        specs += [(FA3_FINISH, RowsSpec(dtype, dim, packed)) for dim in dims]
+    return [Kernel(family, spec, arch) for family, spec in specs]
+
+
+def _forwards() -> Iterable[ForwardSpec]:
     features = (
         ForwardSpec(dtype, *dims, *mask, has_softcap, packed)
         for dims, dtype, packed, (mask, has_softcap) in product(
@@ -73,7 +103,16 @@ def kernels(arch: str) -> list[Kernel]:
         )
     )
     specs = (tiled(spec, length) for spec in features for length in (SHORT, SHORT + 1))
-    return [Kernel(FA3_FORWARD, spec, arch) for spec in dict.fromkeys(specs)]
+    return dict.fromkeys(specs)
+
+
+def _backwards() -> Iterable[BackwardSpec]:
+    return [
+        BackwardSpec(dtype, *dims, *mask, has_softcap, packed, deterministic, **how)
+        for (dims, how), dtype, packed, (mask, has_softcap), deterministic in product(
+            _BACKWARD_TILES.items(), DTYPES, (False, True), _SCORINGS, (False, True)
+        )
+    ]
 
 
 # Masks by their bounded sides. A softcap is rare: its kernel takes both bounds, whatever they are.
