@@ -1,4 +1,4 @@
-"""Emulated: each forward kernel's PTX is right, free of races and deadlocks, in every order of events.
+"""Emulated: the forward kernels' PTX is right, free of races and deadlocks, in every order.
 
 Copies and multiplies complete as early as they may, as late as they may, and at random.
 """

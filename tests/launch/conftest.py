@@ -8,15 +8,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.launch.standin import PROCESSORS, StandIn, poisoned_empty
+from tests.launch.contract import PROCESSORS
+from tests.launch.standin import StandIn, poisoned_empty
 from tilewright import jit, lane
-from tilewright.launch import device, fa3
+from tilewright.launch import device, fa3, fa3_backward
 from tilewright.torch_ops import ops
 
 
 def forget() -> None:
     """All that was decided for a machine."""
-    for cache in (fa3._launch, ops._plan, device.capability):
+    launches = fa3._launch, fa3_backward._launches
+    for cache in (*launches, ops._plan, ops._plan_backward, device.capability):
         cache.cache_clear()
     for kept in (lane._prepared, device._counters, device._no_sinks):
         kept.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from importlib import import_module
 from itertools import product
 from typing import Any
@@ -82,6 +83,11 @@ def tiled(spec: ForwardSpec, seqlen_q: int) -> ForwardSpec:
     return replace(spec, **how)
 
 
+def tiled_backward(spec: BackwardSpec) -> BackwardSpec:
+    """The same for a main kernel of the backward."""
+    return replace(spec, **_BACKWARD_TILES[spec.head_dim, spec.head_dim_v])
+
+
 def kernels(arch: str) -> list[Kernel]:
     """Everything that the dispatcher may ask for on `arch`."""
     if arch != "sm_90a":
@@ -93,6 +99,29 @@ def kernels(arch: str) -> list[Kernel]:
         specs += [(FA3_PREPARE, RowsSpec(dtype, dim, packed)) for dim in dims_v]
         specs += [(FA3_FINISH, RowsSpec(dtype, dim, packed)) for dim in dims]
     return [Kernel(family, spec, arch) for family, spec in specs]
+
+
+@lru_cache
+def smallest(arch: str, family: str, wanted: Any) -> Any:
+    """Of a family's kernels that do what the spec `wanted` does, the features of the one that does
+    the least: it may have larger head dims, and bounds that `wanted` has not. None if none does."""
+
+    def extent(spec: Any) -> tuple[Any, ...]:
+        return spec.head_dim, spec.head_dim_v, spec.bounded_left, spec.bounded_right
+
+    def rest(spec: Any) -> Any:
+        return replace(
+            spec.features, head_dim=0, head_dim_v=0, bounded_left=False, bounded_right=False
+        )
+
+    able = (
+        kernel.spec.features
+        for kernel in kernels(arch)
+        if kernel.family == family
+        and all(a >= b for a, b in zip(extent(kernel.spec), extent(wanted), strict=True))
+        and rest(kernel.spec) == rest(wanted)
+    )
+    return min(able, key=extent, default=None)
 
 
 def _forwards() -> Iterable[ForwardSpec]:
@@ -107,12 +136,12 @@ def _forwards() -> Iterable[ForwardSpec]:
 
 
 def _backwards() -> Iterable[BackwardSpec]:
-    return [
-        BackwardSpec(dtype, *dims, *mask, has_softcap, packed, deterministic, **how)
-        for (dims, how), dtype, packed, (mask, has_softcap), deterministic in product(
-            _BACKWARD_TILES.items(), DTYPES, (False, True), _SCORINGS, (False, True)
+    return (
+        tiled_backward(BackwardSpec(dtype, *dims, *mask, has_softcap, packed, deterministic))
+        for dims, dtype, packed, (mask, has_softcap), deterministic in product(
+            _BACKWARD_TILES, DTYPES, (False, True), _SCORINGS, (False, True)
         )
-    ]
+    )
 
 
 # Masks by their bounded sides. A softcap is rare: its kernel takes both bounds, whatever they are.
