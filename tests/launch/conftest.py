@@ -1,12 +1,14 @@
-"""The FA-3 backend on the CPU, with a stand-in for the kernel and for the GPU."""
+"""The FA-3 backend on the CPU, with stand-ins for its kernels and for the GPU; poisoned memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.launch.contract import PROCESSORS
 from tests.launch.standin import StandIn, poisoned_empty
@@ -42,3 +44,19 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
         patch.setattr(torch, "empty", poisoned_empty)
         yield standin
     forget()
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Memory is NaN before it is written; lists how many times some was asked for."""
+    asked = []
+    empty = torch.empty
+
+    def poisoned_empty(*args: Any, **kwargs: Any) -> Tensor:
+        asked.append(1)
+        x = empty(*args, **kwargs)
+        return x.fill_(torch.nan) if x.is_floating_point() else x
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", poisoned_empty)
+        yield asked
