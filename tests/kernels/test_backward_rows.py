@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.compiled import emulator
+from tests.kernels.small import lengths_of
 from tests.kernels.workspace import lengths_of_queries, rows_of, sums_of, workspace
 from tests.layouts import place
 from tests.problems import random_batch
@@ -125,7 +126,13 @@ def test_finish(kernel: Kernel, layout: str, other: int) -> None:
         rows[at] = torch.randn(rows[at].shape, generator=rng)
     run = emulator(kernel)
     run.options = Options("random", races=True)
-    call = run(sums_of(rows), dq, *lengths_of_queries(placement), scale)
+    # What is there to repair rows that are not finite is not looked at: it is NaN.
+    nan, keys = torch.full_like(dq, torch.nan), placement.keys.shape
+    k = torch.full((*keys, 1, dim), torch.nan, dtype=dq.dtype)
+    call = run(
+        *(sums_of(rows), dq, nan, k, k, nan, work.lse_log2, work.delta),
+        *(*lengths_of(placement), scale, 0.3, 0.0, 0, 0, 3 * (layout == "used")),
+    )
     assert not call.reports
     for index, at in zip(placement.queries.rows, work.at, strict=True):
         want = (rows[at][..., :dim] * torch.tensor(scale)).to(dq.dtype).transpose(0, 1)

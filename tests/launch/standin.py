@@ -16,6 +16,7 @@ from tests.launch import standin_backward
 from tests.launch.contract import (
     LENGTHS,
     SCALARS,
+    check_counter,
     check_lengths,
     check_rows,
     check_scalars,
@@ -67,7 +68,9 @@ def check(kernel: Kernel, given: dict[str, Any]) -> None:
     assert given["sink"].dtype == torch.float32 and given["sink"].stride() == (1,)
     assert given["sink"].shape == (q.shape[-2],)
     check_lengths(spec, given, "qk")
-    check_scalars(spec, given)
+    check_counter(given)
+    check_scalars(given)
+    assert (given["softcap"] > 0) == spec.has_softcap
 
 
 def compute(kernel: Kernel, given: dict[str, Any]) -> None:

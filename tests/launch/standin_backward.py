@@ -17,6 +17,7 @@ from tests.kernels.workspace import rows_of, sums_of
 from tests.launch.contract import (
     LENGTHS,
     SCALARS,
+    check_counter,
     check_lengths,
     check_rows,
     check_scalars,
@@ -78,7 +79,9 @@ def check_main(kernel: Kernel, given: dict[str, Any]) -> None:
     spec, q, k, v = kernel.spec, given["q"], given["k"], given["v"]
     check_rows(spec, given, ("q", "k", "v", "dout", "dk", "dv"))
     check_lengths(spec, given, "qk")
-    check_scalars(spec, given)
+    check_counter(given)
+    check_scalars(given)
+    assert (given["softcap"] > 0) == spec.has_softcap
     check_workspace(given, q)
     assert spec.head_dim == given["dq_sum"].shape[-3] * 8 >= q.shape[-1]
     assert spec.head_dim_v >= v.shape[-1] == given["dout"].shape[-1]
@@ -129,19 +132,21 @@ def gradients(rule: Scoring, piece: list[Tensor], terms: list[Tensor]) -> tuple[
 
 
 def check_finish(kernel: Kernel, given: dict[str, Any]) -> None:
-    spec = kernel.spec
-    check_rows(spec, given, ("dq",))
-    check_lengths(spec, given, "q")
-    check_workspace(given, given["dq"])
-    assert given["dq"].is_contiguous()
-    assert spec.head_dim == given["dq_sum"].shape[-3] * 8 >= given["dq"].shape[-1]
-    assert type(given["scale"]) is float
+    spec, dq = kernel.spec, given["dq"]
+    check_rows(spec, given, ("dq", "q", "k", "v", "dout"))
+    check_lengths(spec, given, "qk")
+    check_workspace(given, dq)
+    assert dq.is_contiguous() and dq.shape == given["q"].shape
+    assert spec.head_dim == given["dq_sum"].shape[-3] * 8 >= dq.shape[-1]
+    assert type(given["signed_scale"]) is float
+    assert abs(given["signed_scale"]) in (given["scale"], 0.0)
+    check_scalars(given)
 
 
 def finish(kernel: Kernel, given: dict[str, Any]) -> None:
     dq, sums = given["dq"].zero_(), rows_of(given["dq_sum"])
     for rows, at in places(kernel, given, dq):
-        scaled = sums[at][..., : dq.shape[-1]] * given["scale"]
+        scaled = sums[at][..., : dq.shape[-1]] * given["signed_scale"]
         dq[rows] = scaled.transpose(0, 1).to(dq.dtype)
 
 
@@ -167,4 +172,11 @@ MAIN = (
     check_main,
     main,
 )
-FINISH = (("dq_sum", "dq", *LENGTHS_Q, "used", "scale"), check_finish, finish)
+FINISH = (
+    (
+        *("dq_sum", "dq", "q", "k", "v", "dout", "lse_log2", "delta"),
+        *(*LENGTHS, "signed_scale", *SCALARS[:-1]),
+    ),
+    check_finish,
+    finish,
+)

@@ -110,7 +110,7 @@ def backward(
     if any(needs[:3]):
         dk, dv = _main(run, readable, dout, work)
     if needs[0]:
-        dq = _finish(run, readable, work)
+        dq = _finish(run, readable, dout, work)
     if operands.sink is not None and needs[3]:
         dsink = _backward_of_sink(readable.sink, work).to(operands.sink.dtype)
     return Gradients(dq, dk if needs[1] else None, dv if needs[2] else None, dsink)
@@ -165,11 +165,16 @@ def _main(
     return dk, dv
 
 
-def _finish(run: Launches, operands: Operands, work: Workspace) -> Tensor:
-    q = operands.q
+def _finish(run: Launches, operands: Operands, dout: Tensor, work: Workspace) -> Tensor:
+    q, k, v = operands[:3]
     dq = torch.empty(*q.shape, dtype=q.dtype, device=q.device)
-    bounds_q, _, used_q, _ = fa3.lengths(operands)
-    run.finish(work.dq_sum, dq, bounds_q, used_q, run.used & 1, run.scale)
+    *scalars, _ = run.scalars  # the CTAs are one a tile
+    run.finish(
+        *(work.dq_sum, dq, q, k, v, dout, work.lse_log2, work.delta),
+        *fa3.lengths(operands),
+        run.scale,
+        *scalars,
+    )
     return dq
 
 

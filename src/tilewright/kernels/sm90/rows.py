@@ -30,6 +30,16 @@ def chunk(mX: cute.Tensor, row: Int32, i: Int32) -> cute.Tensor:
 
 
 @cute.jit
+def store_chunk(acc: cute.Tensor, factor: Float32, mX: cute.Tensor, row: Int32, i: Int32):
+    """The inverse of `chunk`, times a factor."""
+    held = cute.make_rmem_tensor((1, VECTOR), mX.element_type)
+    for c in cutlass.range_constexpr(VECTOR):
+        held[0, c] = (acc[c] * factor).to(mX.element_type)
+    if i < cute.size(mX, mode=[1]) // VECTOR:
+        cute.autovec_copy(held, cute.local_tile(mX, (1, VECTOR), (row, i)))
+
+
+@cute.jit
 def store_row(words: cute.Tensor, r: Constexpr, mO: cute.Tensor, row: Int32, rows: Int32):
     """A thread's part of row `row`: words (column pair of (row, octet)) -> mO (q, d)."""
     quad_lane = cute.arch.lane_idx() % QUAD

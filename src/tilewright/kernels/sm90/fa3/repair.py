@@ -17,7 +17,7 @@ from tilewright.kernels.blocks.arithmetic import exp2, fma, select, tanh
 from tilewright.kernels.sm90 import matmul
 from tilewright.kernels.sm90.fa3.load import rows_of
 from tilewright.kernels.sm90.fa3.operands import Operands, Tile, band, key_blocks
-from tilewright.kernels.sm90.rows import VECTOR, chunk
+from tilewright.kernels.sm90.rows import VECTOR, chunk, store_chunk
 
 WARP_ROWS = 16
 
@@ -107,12 +107,7 @@ def repair_row(spec: Constexpr, op: Operands, out: Any, regs: Constexpr, tile: T
     # A NaN among the logits has spoilt the row for good.
     if factor == factor:
         acc = attend_row(spec, op, regs, tile, row, maximum)
-        held = cute.make_rmem_tensor((1, VECTOR), target.element_type)
-        for c in cutlass.range_constexpr(VECTOR):
-            held[0, c] = (acc[c] * factor).to(target.element_type)
-        lane = cute.arch.lane_idx()
-        if lane < cute.size(target, mode=[1]) // VECTOR:
-            cute.autovec_copy(held, cute.local_tile(target, (1, VECTOR), (row - origin, lane)))
+        store_chunk(acc, factor, target, row - origin, cute.arch.lane_idx())
 
 
 @cute.jit

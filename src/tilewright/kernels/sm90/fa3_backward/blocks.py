@@ -19,15 +19,6 @@ FRAGMENT = 4  # floats of an octet of columns that a thread holds
 
 
 @dataclass(frozen=True)
-class Lengths:
-    """Where sequences of queries lie in the packed layout."""
-
-    cu_seqlens_q: cute.Tensor
-    seqused_q: cute.Tensor
-    used: Int32  # bit 0: seqused_q counts
-
-
-@dataclass(frozen=True)
 class Block:
     """64 rows of one head, all of one sequence or of none."""
 
@@ -116,12 +107,13 @@ class Fakes:
 
     def __init__(self, spec: RowsSpec):
         self.spec = spec
-        self.sizes = {name: cute.sym_int32() for name in ("b", "b1", "hq", "q", "r", "blocks")}
-        self.sizes |= {"d": cute.sym_int32(divisibility=8)}
+        names = ("b", "b1", "hq", "hk", "q", "k", "r", "blocks")
+        self.sizes = {name: cute.sym_int32() for name in names}
+        self.sizes |= {name: cute.sym_int32(divisibility=8) for name in ("d", "dv")}
 
-    def rows(self) -> Any:
-        """(b, q, hq, d), as TMA takes it too."""
-        return self._strided("q hq d", DTYPES[self.spec.dtype], 8, 16)
+    def rows(self, names: str) -> Any:
+        """(b, q, hq, d) and the like, as TMA takes it too; `names` are without the batch."""
+        return self._strided(names, DTYPES[self.spec.dtype], 8, 16)
 
     def values(self) -> Any:
         """(b, hq, q), with any strides."""
@@ -140,13 +132,12 @@ class Fakes:
         strides += [THREADS * FRAGMENT, FRAGMENT, 1]
         return cute.runtime.make_fake_tensor(Float32, shape, strides, assumed_align=16)
 
-    def lengths(self) -> tuple[Any, Any]:
-        """cu_seqlens_q, and seqused_q or what stands in for it; None for a dense call."""
+    def lengths(self, sides: int) -> list[Any]:
+        """cu_seqlens of q, or of both sides, and seqused or its stand-in; None if dense."""
         if not self.spec.packed:
-            return None, None
-        sizes = (self.sizes["b1"], cute.sym_int32())
-        made = [cute.runtime.make_fake_compact_tensor(Int32, (n,), assumed_align=4) for n in sizes]
-        return made[0], made[1]
+            return [None] * (2 * sides)
+        sizes = [self.sizes["b1"]] * sides + [cute.sym_int32() for _ in range(sides)]
+        return [cute.runtime.make_fake_compact_tensor(Int32, (n,), assumed_align=4) for n in sizes]
 
     def stream(self) -> Any:
         return cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)

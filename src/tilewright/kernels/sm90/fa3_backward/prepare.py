@@ -20,13 +20,13 @@ from tilewright.kernels.blocks.arithmetic import fma, select
 from tilewright.kernels.sm90 import matmul
 from tilewright.kernels.sm90.fa3.kernel import permuted
 from tilewright.kernels.sm90.fa3.load import rows_of
+from tilewright.kernels.sm90.fa3.operands import Lengths
 from tilewright.kernels.sm90.fa3.registers import LOG2_E
 from tilewright.kernels.sm90.fa3_backward.blocks import (
     FRAGMENT,
     THREADS,
     Block,
     Fakes,
-    Lengths,
     find_block,
     fragments_of,
     padded_values_of,
@@ -83,7 +83,7 @@ class Prepare:
             *(permuted(x, rows_first) for x in (out, dout)),
             *(permuted(x, values_first) for x in (lse, dlse, lse_log2, delta)),
             permuted(dq_sum, sums),
-            Lengths(cu_seqlens_q, seqused_q, used) if packed else None,
+            Lengths(cu_seqlens_q, None, seqused_q, None, used) if packed else None,
             has_dlse,
         )
         ctas = cute.size(op.mDelta) // matmul.ROWS
@@ -148,7 +148,8 @@ def partial_product(
 def fake_operands(spec: RowsSpec) -> tuple[Any, ...]:
     """What to trace `Prepare.__call__` with."""
     fakes = Fakes(spec)
-    rows, values = [fakes.rows(), fakes.rows()], [fakes.values(), fakes.values()]
+    rows = [fakes.rows("q hq d") for _ in range(2)]
+    values = [fakes.values() for _ in range(2)]
     workspace = fakes.padded_values(), fakes.padded_values(), fakes.sums(cute.sym_int32())
     flags = Int32(0), Int32(0)
-    return (*rows, *values, *workspace, *fakes.lengths(), *flags, fakes.stream())
+    return (*rows, *values, *workspace, *fakes.lengths(1), *flags, fakes.stream())
