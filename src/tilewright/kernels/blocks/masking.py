@@ -42,8 +42,14 @@ class Band:
         return begin, end
 
 
-def mask_scores(S: cute.Tensor, columns: list[int], first: list[Any], past: list[Int32]) -> None:
-    """S (row, col) becomes -inf where a key is hidden.
+def mask_scores(
+    S: cute.Tensor,
+    columns: list[int],
+    first: list[Any],
+    past: list[Int32],
+    value: float = -Float32.inf,
+) -> None:
+    """S (row, col) becomes `value` where a key is hidden.
 
     `columns` are the static columns of the thread's elements; `first` and `past` hold each row's
     limits, relative to the thread's own first column.
@@ -53,4 +59,4 @@ def mask_scores(S: cute.Tensor, columns: list[int], first: list[Any], past: list
             is_hidden = column >= past[r]
             if first[r] is not None:
                 is_hidden = is_hidden | (column < first[r])
-            S[r, c] = select(is_hidden, -Float32.inf, S[r, c])
+            S[r, c] = select(is_hidden, value, S[r, c])

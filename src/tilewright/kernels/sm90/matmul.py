@@ -16,13 +16,19 @@ THREAD_ROWS = 2  # of a tile that one thread holds pieces of
 ROW_LANES = 4  # that share a row
 
 
-def make_mma(dtype: Any, columns: int, b_layout: LayoutEnum, a_in_registers: bool) -> Any:
-    """D (64, columns) = A B by one warpgroup, in float32; A is K-major."""
+def make_mma(
+    dtype: Any,
+    columns: int,
+    b_layout: LayoutEnum,
+    a_in_registers: bool,
+    a_layout: LayoutEnum = K_MAJOR,
+) -> Any:
+    """D (64, columns) = A B by one warpgroup, in float32."""
     source = warpgroup.OperandSource
     return sm90.make_trivial_tiled_mma(
         dtype,
         dtype,
-        K_MAJOR.sm90_mma_major_mode(),
+        a_layout.sm90_mma_major_mode(),
         b_layout.sm90_mma_major_mode(),
         Float32,
         (1, 1, 1),

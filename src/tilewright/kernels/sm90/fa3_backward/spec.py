@@ -41,7 +41,7 @@ class BackwardSpec:
 
     tile_q: int = 64
     tile_kv: int = 128
-    q_stages: int = 2
+    q_stages: int = 3
     do_stages: int = 2
     tiles_ahead: int = 1
 
@@ -63,6 +63,11 @@ class BackwardSpec:
     def warpgroups(self) -> int:
         """That compute; one more loads."""
         return self.tile_kv // MMA_ROWS
+
+    @property
+    def dq_columns(self) -> int:
+        """Of the part of dQ that a warpgroup makes, which has 64 rows."""
+        return self.head_dim * self.tile_q // (MMA_ROWS * self.warpgroups)
 
     @property
     def threads(self) -> int:

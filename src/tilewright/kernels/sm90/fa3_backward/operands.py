@@ -1,0 +1,140 @@
+"""What travels through the kernel together, and which queries a tile of keys visits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import IntEnum
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from tilewright.kernels.blocks.carried import Unchanged
+from tilewright.kernels.blocks.ring import Ring
+from tilewright.kernels.sm90.fa3.operands import TILE_WORDS, TmaOperand
+from tilewright.kernels.sm90.fa3_backward.spec import BackwardSpec
+
+ALWAYS = 1 << 30  # past every query
+
+
+@dataclass(frozen=True)
+class Operands:
+    q: TmaOperand  # (q, d, h[, b])
+    k: TmaOperand  # (kv, d, h[, b])
+    v: TmaOperand  # (kv, d, h[, b])
+    dout: TmaOperand  # (q, d, h[, b])
+    mLSE: cute.Tensor  # (q, h[, b]), in log2; rows of the workspace
+    mDelta: cute.Tensor  # (q, h[, b])
+    mdQ: cute.Tensor  # (4, thread, octet, 64 rows, h[, b]), fragments
+    mdK: cute.Tensor  # (kv, d, h[, b])
+    mdV: cute.Tensor  # (kv, d, h[, b])
+    mCounter: cute.Tensor  # (2): the next tile, the CTAs that are done
+    mTurns: Any  # (q_block, h[, b]): the additions to dQ that were made, of a deterministic call
+    lengths: Any  # fa3's Lengths of a packed call
+    scale: Float32
+    softcap: Float32
+    window_left: Int32
+    window_right: Int32
+    batch: Int32
+    heads_q: Int32
+    heads_k: Int32
+    seqlen_q: Int32
+    seqlen_k: Int32
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Tiles in shared memory. Each of Q, K and dO is also read as its transpose."""
+
+    sQ: cute.Tensor  # (q, d, stage)
+    sdO: cute.Tensor  # (q, d, stage)
+    sK: cute.Tensor  # (kv, d, 1)
+    sV: cute.Tensor  # (kv, d, 1)
+    sdS: cute.Tensor  # (kv, q, slot), two slots
+    sLSE: cute.Tensor  # (q, stage)
+    sDelta: cute.Tensor  # (q, stage)
+    sTile: cute.Tensor  # (word, slot)
+
+
+@dataclass(frozen=True)
+class Channels:
+    """One field a hand-off, named for its cargo."""
+
+    tile: Ring  # schedule -> load, compute
+    k: Ring  # load -> compute
+    v: Ring
+    q: Ring  # with lse
+    do: Ring  # with delta
+    tail: Ring  # load -> load: a tile that needs its last rows zeroed
+
+
+@dataclass(frozen=True)
+class Role(Unchanged):
+    """What every warp works with."""
+
+    spec: BackwardSpec
+    op: Operands
+    sm: Shared
+    ch: Channels
+
+
+class Sync(IntEnum):
+    """Named barriers. 0 is the whole CTA's."""
+
+    DS_WRITTEN = 1  # all computing warpgroups have written their keys' part of dS
+    TURN = 8  # and the next two: a warpgroup's additions to dQ may begin, or are over
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One tile of work, in registers: a block of keys, and all queries that see one of them."""
+
+    head: Int32  # of the keys
+    batch: Int32
+    kv_block: Int32  # negative: no work is left
+    k_start: Int32  # where the sequence's rows begin in k and v
+    k_rows: Int32  # that the sequence has there
+    seqlen_k: Int32  # of them, those that are part of the problem
+    q_start: Int32
+    seqlen_q: Int32
+
+    @classmethod
+    def read(cls, sTile: cute.Tensor, slot: Int32) -> Tile:
+        words = [sTile[word, slot] for word in range(TILE_WORDS)]
+        return cls(*(cute.arch.make_warp_uniform(word) for word in words))
+
+
+# The scheduler of the forward hands out tiles of queries; here the two sides change places.
+assert len(fields(Tile)) == TILE_WORDS
+
+
+def query_limits(spec: Any, op: Operands, tile: Tile, key: Int32) -> tuple[Any, Any]:
+    """The first query that sees a key, and the one past the last; None where there is no bound."""
+    position = key + tile.seqlen_q - tile.seqlen_k
+    first = position - op.window_right if spec.bounded_right else None
+    past = position + op.window_left + 1 if spec.bounded_left else None
+    return first, past
+
+
+def query_blocks(spec: Any, op: Operands, tile: Tile) -> tuple[Int32, Int32]:
+    """The first query block that a tile visits, and how many it does."""
+    key = tile.kv_block * spec.tile_kv
+    first, _ = query_limits(spec, op, tile, key)
+    _, past = query_limits(spec, op, tile, cutlass.min(key + spec.tile_kv, tile.seqlen_k) - 1)
+    first = Int32(0) if first is None else cutlass.max(first, 0)
+    past = tile.seqlen_q if past is None else cutlass.min(past, tile.seqlen_q)
+    begin = first // spec.tile_q
+    count = (past + spec.tile_q - 1) // spec.tile_q - begin
+    is_empty = (first >= past) | (key >= tile.seqlen_k)
+    return begin, Int32(cutlass.select_(is_empty, Int32(0), count))
+
+
+def turn(spec: Any, op: Operands, tile: Tile, q_block: Int32) -> Int32:
+    """How many tiles add to a query block's dQ before this one: those of later keys."""
+    last_query = cutlass.min((q_block + 1) * spec.tile_q, tile.seqlen_q) - 1
+    last_key = tile.seqlen_k - 1
+    if spec.bounded_right:
+        position = last_query + tile.seqlen_k - tile.seqlen_q
+        last_key = cutlass.min(position + op.window_right, last_key)
+    return last_key // spec.tile_kv - tile.kv_block

@@ -1,0 +1,41 @@
+"""The epilogue: dK and dV from registers to memory."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Constexpr, Int32
+
+from tilewright.kernels.blocks.arithmetic import select
+from tilewright.kernels.sm90 import matmul
+from tilewright.kernels.sm90.fa3.load import rows_of
+from tilewright.kernels.sm90.fa3.store import store_row
+from tilewright.kernels.sm90.fa3_backward.operands import Operands, Tile
+
+
+@cute.jit
+def store(spec: Constexpr, op: Operands, regs: Constexpr, tile: Tile):
+    """registers dK, dV -> gmem. One warpgroup, its 64 keys."""
+    store_keys(
+        regs, regs.acc_dV, rows_of(spec, op.mdV, tile.head, tile.batch, tile.k_start, 0), tile
+    )
+    acc = regs.acc_dK
+    acc.store(acc.load() * op.scale)
+    store_keys(regs, acc, rows_of(spec, op.mdK, tile.head, tile.batch, tile.k_start, 0), tile)
+
+
+@cute.jit
+def store_keys(regs: Constexpr, acc: cute.Tensor, mX: cute.Tensor, tile: Tile):
+    """An accumulator's rows -> mX (kv, d). Those of no key of the problem are 0."""
+    lane = regs.thread % 32
+    first = tile.kv_block * regs.spec.tile_kv + regs.w * matmul.ROWS
+    mine = first + 16 * (regs.thread // 32) + lane // matmul.ROW_LANES
+    rows = matmul.as_rows(acc)  # (row, col)
+    for r in cutlass.range_constexpr(matmul.THREAD_ROWS):
+        is_key = mine + 8 * r < tile.seqlen_k
+        for c in cutlass.range_constexpr(cute.size(rows, mode=[1])):
+            rows[r, c] = select(is_key, rows[r, c], 0.0)
+    rX = cute.make_rmem_tensor(acc.shape, mX.element_type)
+    rX.store(acc.load().to(mX.element_type))
+    for r in cutlass.range_constexpr(matmul.THREAD_ROWS):
+        store_row(cute.recast_tensor(rX, Int32), r, mX, mine + 8 * r, tile.k_rows)
