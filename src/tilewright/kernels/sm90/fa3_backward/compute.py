@@ -37,11 +37,11 @@ from tilewright.kernels.sm90.fa3_backward.operands import (
     Tile,
     query_blocks,
     query_limits,
-    turn,
 )
 from tilewright.kernels.sm90.fa3_backward.registers import Registers
 from tilewright.kernels.sm90.fa3_backward.spec import padded_start
 from tilewright.kernels.sm90.fa3_backward.store import store
+from tilewright.kernels.sm90.fa3_backward.turns import end_turn, look_at_turn, wait_for_turn
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,9 @@ def attend_queries(
     ch.k.wait_full(loaded)
     ch.q.wait_full(steps)
     ch.v.wait_full(loaded)
+    if const_expr(wg.spec.keys_in_registers):
+        regs.read_keys()
+        ch.v.release(loaded)
     attend_block(wg, tile, (steps, head, block), True, steps < last)
     for n in cutlass.range(steps + 1, last + 1, unroll=1):
         block += 1
@@ -93,7 +96,8 @@ def attend_queries(
             block = begin
             head += 1
         attend_block(wg, tile, (n, head, block), False, n < last)
-    ch.v.release(loaded)
+    if const_expr(not wg.spec.keys_in_registers):
+        ch.v.release(loaded)
     ch.k.release(loaded)
     regs.multiply_dK(ch.q.index(last))
     matmul.wait(0)
@@ -104,6 +108,9 @@ def attend_queries(
 def attend_block(wg: Constexpr, tile: Tile, step: Any, is_first: Constexpr, has_next: Boolean):
     """Step (n, head, query block), whose Q is there; the dK of the one before, if there is one."""
     ch, regs, (n, head, block) = wg.ch, wg.regs, step
+    seen = Int32(0)
+    if const_expr(wg.spec.deterministic):
+        seen = look_at_turn(wg, tile, head, block)
     acc_S = regs.multiply_S(ch.q.index(n))
     ch.do.wait_full(n)
     acc_dP = regs.multiply_dP(ch.do.index(n))
@@ -139,7 +146,7 @@ def attend_block(wg: Constexpr, tile: Tile, step: Any, is_first: Constexpr, has_
     # assembler would then let none run beside another.
     matmul.wait(0)
     ch.do.release(n)
-    add_dQ(wg, tile, head, block)
+    add_dQ(wg, tile, step, seen)
 
 
 @cute.jit
@@ -207,9 +214,12 @@ def hide(wg: Warpgroup, X: cute.Tensor, tile: Tile, block: Int32, value: float) 
 
 
 @cute.jit
-def add_dQ(wg: Constexpr, tile: Tile, head: Int32, block: Int32):
-    """This warpgroup's part of a query block's dQ, registers -> gmem; in its turn, where it has one."""
-    spec, op = wg.spec, wg.op
+def add_dQ(wg: Constexpr, tile: Tile, step: Any, seen: Int32):
+    """This warpgroup's part of a query block's dQ, registers -> gmem.
+
+    Where there are turns: in its turn, `seen` additions having been made when it looked.
+    """
+    spec, op, (n, head, block) = wg.spec, wg.op, step
     if const_expr(spec.packed):
         first = padded_start(tile.q_start, tile.batch)
         mdQ = op.mdQ[None, None, None, None, head]
@@ -224,30 +234,7 @@ def add_dQ(wg: Constexpr, tile: Tile, head: Int32, block: Int32):
         unit += wg.regs.w
     target = cute.domain_offset((0, 0, octet), mdQ[None, None, None, unit])
     if const_expr(spec.deterministic):
-        row = first // spec.tile_q + block
-        mTurns = op.mTurns[None, head] if spec.packed else op.mTurns[None, head, tile.batch]
-        done = mTurns.iterator + row
-        wait_for_turn(wg, done, spec.warpgroups * turn(spec, op, tile, block))
-        wg.regs.add_dQ(target)
-        end_turn(wg, done)
-    else:
-        wg.regs.add_dQ(target)
-
-
-@cute.jit
-def wait_for_turn(wg: Constexpr, done: cute.Pointer, before: Int32):
-    """Until `before` warpgroups have added to this dQ."""
-    if wg.regs.thread == 0:
-        seen = Int32(-1)
-        while seen < before:
-            seen = cute.arch.atomic_add(done, Int32(0), sem="acquire", scope="gpu")
-    cute.arch.barrier(barrier_id=Sync.TURN + wg.regs.w, number_of_threads=128)
-
-
-@cute.jit
-def end_turn(wg: Constexpr, done: cute.Pointer):
-    # Orders each thread's additions before the one that says they are made.
-    cute.arch.fence_acq_rel_gpu()
-    cute.arch.barrier(barrier_id=Sync.TURN + wg.regs.w, number_of_threads=128)
-    if wg.regs.thread == 0:
-        cute.arch.atomic_add(done, Int32(1), sem="release", scope="gpu")
+        wait_for_turn(wg, tile, head, block, seen)
+    wg.regs.add_dQ(target)
+    if const_expr(spec.deterministic):
+        end_turn(wg, n)

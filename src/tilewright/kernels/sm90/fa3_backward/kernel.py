@@ -2,6 +2,7 @@
 
     schedule  1 warp        counter in memory -> tiles of keys
     load      1 warp        tiles -> K, V; Q, dO and their numbers in shared memory, by TMA
+    turns     1 warp        additions to dQ -> counters in memory, of a deterministic call
     compute   1-3 x 4 warps S, dP | P, dS | dV += P^T dO, dK += dS^T Q | dQ = dS K, added to memory
 
 Shapes: q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), dout like q with Dv; dk, dv like k
@@ -28,6 +29,7 @@ from tilewright.kernels.sm90.fa3_backward.operands import Channels, Operands, Sh
 from tilewright.kernels.sm90.fa3_backward.registers import make_mmas
 from tilewright.kernels.sm90.fa3_backward.schedule import schedule
 from tilewright.kernels.sm90.fa3_backward.spec import BackwardSpec
+from tilewright.kernels.sm90.fa3_backward.turns import keep_turns
 
 
 class Backward:
@@ -123,6 +125,7 @@ class Backward:
             v=ring(smem, 1),
             q=ring(smem, spec.q_stages),
             do=ring(smem, spec.do_stages),
+            added=ring(smem, 2),
             tail=ring(smem, 1),
         )
         sTile = smem.allocate_tensor(Int32, cute.make_layout((TILE_WORDS, spec.tiles_ahead)), 16)
@@ -136,7 +139,8 @@ class Backward:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         consumers = 4 * spec.warpgroups  # warps
         if thread == 0:
-            ch.tile.initialise(producers=1, consumers=consumers + 1)
+            ch.tile.initialise(producers=1, consumers=consumers + 1 + spec.deterministic)
+            ch.added.initialise(producers=consumers, consumers=1)
             for loaded in (ch.k, ch.v, ch.q, ch.do):
                 loaded.initialise(producers=1, consumers=consumers)
             ch.tail.initialise(producers=1, consumers=1)
@@ -149,6 +153,9 @@ class Backward:
                 load(spec, op, sm, ch)
             if warp == 1:
                 schedule(spec, op, sm, ch)
+            if const_expr(spec.deterministic):
+                if warp == 2:
+                    keep_turns(spec, op, sm, ch)
         else:
             cute.arch.setmaxregister_increase(many)
             compute(spec, op, sm, ch, make_mmas(spec, dtype))

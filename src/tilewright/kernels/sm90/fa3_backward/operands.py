@@ -66,6 +66,7 @@ class Channels:
     v: Ring
     q: Ring  # with lse
     do: Ring  # with delta
+    added: Ring  # compute -> turns: the additions of a step, of a deterministic call
     tail: Ring  # load -> load: a tile that needs its last rows zeroed
 
 
@@ -83,7 +84,6 @@ class Sync(IntEnum):
     """Named barriers. 0 is the whole CTA's."""
 
     DS_WRITTEN = 1  # all computing warpgroups have written their keys' part of dS
-    TURN = 8  # and the next two: a warpgroup's additions to dQ may begin, or are over
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ class BackwardSpec:
     tile_kv: int = 128
     q_stages: int = 3
     do_stages: int = 2
+    keys_in_registers: bool = False  # K and V are multiplied from there
     tiles_ahead: int = 1
 
     @property
