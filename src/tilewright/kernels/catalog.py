@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from importlib import import_module
 from itertools import product
 from typing import Any
 
 from tilewright.kernels.sm90.fa3.spec import DTYPES, ForwardSpec
+from tilewright.kernels.sm90.fa3_backward.spec import BackwardSpec, RowsSpec
 
 FA3_FORWARD = "fa3_forward"
+FA3_PREPARE = "fa3_backward_prepare"
+FA3_BACKWARD = "fa3_backward"
+FA3_FINISH = "fa3_backward_finish"
+
+# The module of each family's kernel, and its class there.
+_SOURCES = {
+    FA3_FORWARD: ("fa3.kernel", "Forward"),
+    FA3_PREPARE: ("fa3_backward.prepare", "Prepare"),
+    FA3_BACKWARD: ("fa3_backward.kernel", "Backward"),
+    FA3_FINISH: ("fa3_backward.finish", "Finish"),
+}
 
 # How each pair of head dims is tiled. Measured on an H200 for 64, 128 and 256: docs/fa3.md.
 _TILES: dict[tuple[int, int], dict[str, Any]] = {
@@ -29,6 +43,13 @@ _SHORT = {"k_stages": 4, "v_stages": 4, "q_in_registers": True, "stores_by_tma":
 SHORT = 1536  # queries
 # A row's maximum may lag by so much, in log2, that P stays inside its dtype with room to spare.
 _THRESHOLD = {"float16": 14.0, "bfloat16": 24.0}
+# As _TILES, of the backward's main kernel; not measured. Head dims that are larger have none.
+_BACKWARD_TILES: dict[tuple[int, int], dict[str, Any]] = {
+    (64, 64): {},
+    # Two warpgroups would make 48 columns of dQ each; shared memory swizzles 96 in groups of 32.
+    (96, 96): {"tile_kv": 64},
+    (128, 128): {},
+}
 
 
 @dataclass(frozen=True)
@@ -36,13 +57,14 @@ class Kernel:
     """One thing to compile."""
 
     family: str
-    spec: ForwardSpec
+    spec: Any  # the family's
     arch: str
 
     def trace(self) -> tuple[Any, tuple[Any, ...]]:
         """The function to compile and the fake operands to compile it with. Loads the DSL."""
-        module = import_module("tilewright.kernels.sm90.fa3.kernel")
-        return module.Forward(self.spec), module.fake_operands(self.spec)
+        name, of_kernel = _SOURCES[self.family]
+        module = import_module(f"tilewright.kernels.sm90.{name}")
+        return getattr(module, of_kernel)(self.spec), module.fake_operands(self.spec)
 
     def __str__(self) -> str:
         return f"{self.family}_{self.spec}"
@@ -62,10 +84,48 @@ def tiled(spec: ForwardSpec, seqlen_q: int) -> ForwardSpec:
     return replace(spec, **how)
 
 
+def tiled_backward(spec: BackwardSpec) -> BackwardSpec:
+    """The same for a main kernel of the backward."""
+    return replace(spec, **_BACKWARD_TILES[spec.head_dim, spec.head_dim_v])
+
+
 def kernels(arch: str) -> list[Kernel]:
     """Everything that the dispatcher may ask for on `arch`."""
     if arch != "sm_90a":
         return []
+    specs = [(FA3_FORWARD, spec) for spec in _forwards()]
+    specs += [(FA3_BACKWARD, spec) for spec in _backwards()]
+    for packed, dtype in product((False, True), DTYPES):
+        dims, dims_v = map(dict.fromkeys, zip(*_BACKWARD_TILES, strict=True))
+        specs += [(FA3_PREPARE, RowsSpec(dtype, dim, packed)) for dim in dims_v]
+        specs += [(FA3_FINISH, RowsSpec(dtype, dim, packed)) for dim in dims]
+    return [Kernel(family, spec, arch) for family, spec in specs]
+
+
+@lru_cache
+def smallest(arch: str, family: str, wanted: Any) -> Any:
+    """Of a family's kernels that do what the spec `wanted` does, the features of the one that does
+    the least: it may have larger head dims, and bounds that `wanted` has not. None if none does."""
+
+    def extent(spec: Any) -> tuple[Any, ...]:
+        return spec.head_dim, spec.head_dim_v, spec.bounded_left, spec.bounded_right
+
+    def rest(spec: Any) -> Any:
+        return replace(
+            spec.features, head_dim=0, head_dim_v=0, bounded_left=False, bounded_right=False
+        )
+
+    able = (
+        kernel.spec.features
+        for kernel in kernels(arch)
+        if kernel.family == family
+        and all(a >= b for a, b in zip(extent(kernel.spec), extent(wanted), strict=True))
+        and rest(kernel.spec) == rest(wanted)
+    )
+    return min(able, key=extent, default=None)
+
+
+def _forwards() -> Iterable[ForwardSpec]:
     features = (
         ForwardSpec(dtype, *dims, *mask, has_softcap, packed)
         for dims, dtype, packed, (mask, has_softcap) in product(
@@ -73,7 +133,16 @@ def kernels(arch: str) -> list[Kernel]:
         )
     )
     specs = (tiled(spec, length) for spec in features for length in (SHORT, SHORT + 1))
-    return [Kernel(FA3_FORWARD, spec, arch) for spec in dict.fromkeys(specs)]
+    return dict.fromkeys(specs)
+
+
+def _backwards() -> Iterable[BackwardSpec]:
+    return (
+        tiled_backward(BackwardSpec(dtype, *dims, *mask, has_softcap, packed, deterministic))
+        for dims, dtype, packed, (mask, has_softcap), deterministic in product(
+            _BACKWARD_TILES, DTYPES, (False, True), _SCORINGS, (False, True)
+        )
+    )
 
 
 # Masks by their bounded sides. A softcap is rare: its kernel takes both bounds, whatever they are.

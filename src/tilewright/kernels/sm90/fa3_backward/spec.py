@@ -119,6 +119,27 @@ class BackwardSpec:
         return "_".join([*parts, f"{self.tile_q}x{self.tile_kv}"])
 
 
+@dataclass(frozen=True)
+class RowsSpec:
+    """One compiled prepare or finish. `head_dim` is a tile's: of dO the one, of dQ the other."""
+
+    dtype: str = "bfloat16"
+    head_dim: int = 128
+    packed: bool = False
+
+    def why_illegal(self) -> str | None:
+        """As of `BackwardSpec`."""
+        if self.dtype not in DTYPES:
+            return f"dtype={self.dtype}: want one of {', '.join(DTYPES)}"
+        if self.head_dim not in HEAD_DIMS:
+            return f"head_dim={self.head_dim}: tiles have one of {HEAD_DIMS}"
+        return None
+
+    def __str__(self) -> str:
+        parts = [{"float16": "f16", "bfloat16": "bf16"}[self.dtype], f"d{self.head_dim}"]
+        return "_".join(parts + (["varlen"] if self.packed else []))
+
+
 def padded_start(start: Any, sequence: Any) -> Any:
     """Where a packed sequence's rows begin in the workspace; `start` is its entry of cu_seqlens_q.
 
