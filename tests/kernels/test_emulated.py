@@ -27,6 +27,7 @@ MECHANISMS: list[dict[str, Any]] = [
     {"overlap": False},
     {"stores_by_tma": True},
     {"tiles_ahead": 2},
+    {"takes_late": True},
     {"q_in_registers": True},
     {"q_in_registers": True, "carries_over": True},
     {"rescale_threshold": 8.0},

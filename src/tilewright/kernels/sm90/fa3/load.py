@@ -60,7 +60,8 @@ def load(spec: Constexpr, op: Operands, sm: Shared, ch: Channels):
     ch.tile.wait_full(tiles)
     tile = Tile.read(sm.sTile, ch.tile.index(tiles))
     while tile.q_block >= 0:
-        ch.tile.release(tiles)
+        if const_expr(not spec.takes_late):
+            ch.tile.release(tiles)
         begin, end = key_blocks(spec, op, tile)
         (tQsQ, tQgQ), (tKsK, tKgK), tV = tile_views(spec, op, sm, tile)
         # K first: its slot may be free while the last tile's Q is still being read.
@@ -75,6 +76,9 @@ def load(spec: Constexpr, op: Operands, sm: Shared, ch: Channels):
             rows = tile.seqlen_k - (end - back) * spec.tile_kv
             tails = load_values(role, tV, blocks + back - 1, end - back, rows, tails)
         blocks += end - begin
+        if const_expr(spec.takes_late):
+            # All but one of the loads are issued: some blocks before this tile's end.
+            ch.tile.release(tiles)
         rows = tile.seqlen_k - begin * spec.tile_kv
         tails = load_values(role, tV, blocks - 1, begin, rows, tails)
         tiles += 1

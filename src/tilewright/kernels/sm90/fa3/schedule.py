@@ -19,10 +19,6 @@ from tilewright.kernels.sm90.fa3.operands import Channels, Operands, Shared, Til
 
 L2_BYTES = 24 << 20  # of keys and values that may be in use at a time; half of an H200's L2
 LARGEST_SECTION = 64
-# Tiles of a section for each CTA, at the least, where they differ in length: the last section's
-# longest tile must not outlast the work that is left for the others. With one a CTA, an eighth of a
-# long causal call was a tail.
-TILES_PER_CTA = 3
 
 
 def section_heads(spec: Any, op: Operands, seqlen_k: Int32, blocks: Int32) -> Int32:
@@ -35,7 +31,7 @@ def section_heads(spec: Any, op: Operands, seqlen_k: Int32, blocks: Int32) -> In
     while power <= LARGEST_SECTION:
         is_larger = head_bytes * power <= L2_BYTES
         if spec.bounded_right:
-            is_larger = is_larger | (power // 2 * group * blocks < TILES_PER_CTA * ctas)
+            is_larger = is_larger | (power // 2 * group * blocks < spec.tiles_per_cta * ctas)
         section = Int32(cutlass.select_(is_larger, Int32(power), section))
         power *= 2
     return section * group
@@ -76,7 +72,7 @@ def schedule(spec: Constexpr, op: Operands, sm: Shared, ch: Channels):
             )
             publish(sm, ch, n, tile)
             n += 1
-            index = next_tile(spec, op, index)
+            index = next_tile(spec, op, ch, n, index)
             is_left = index < heads * blocks
         publish(sm, ch, n, Tile.none())
     if const_expr(spec.dynamic):
@@ -110,7 +106,7 @@ def schedule_packed(spec: Constexpr, op: Operands, sm: Shared, ch: Channels, ind
             tile = Tile(head, batch, q_block, q_start, rows, seqlen_q, k_start, seqlen_k)
             publish(sm, ch, n, tile)
             n += 1
-            index = next_tile(spec, op, index)
+            index = next_tile(spec, op, ch, n, index)
         tiles_before += total
         group += 32
         length, tiles_here, through = sequence_tiles(spec, op, group)
@@ -156,11 +152,15 @@ def sequence(op: Operands, batch: Int32):
 
 
 @cute.jit
-def next_tile(spec: Constexpr, op: Operands, index: Int32) -> Int32:
-    """The first tile of a CTA is its own number; the others follow in turn or as they come."""
+def next_tile(spec: Constexpr, op: Operands, ch: Channels, n: Int32, index: Int32) -> Int32:
+    """The first tile of a CTA is its own number; the others follow in turn or as they come.
+
+    Tile number `n` of this CTA is taken no sooner than there is a slot for it.
+    """
     ctas, _, _ = cute.arch.grid_dim()
     following = index + ctas
     if const_expr(spec.dynamic):
+        ch.tile.wait_empty(n)
         ticket = Int32(0)
         if cute.arch.lane_idx() == 0:
             ticket = cute.arch.atomic_add(

@@ -42,6 +42,10 @@ class ForwardSpec:
     goes_ahead: bool = False  # exp2 takes the maxima so far; a block that exceeds them is redone
     exp2_emulated: int = 0  # of each 16 elements of a row, those whose exp2 is a polynomial
     tiles_ahead: int = 1  # that a CTA takes before it needs them, and no idle one can
+    takes_late: bool = False  # the last of them not as a tile begins, but as its loads are issued
+    # Of a section, at the least, where tiles differ in length: the last section's longest tile must
+    # not outlast the work that is left for the others.
+    tiles_per_cta: int = 3
     longest_first: bool = True
     dynamic: bool = True  # tiles are handed out by a counter in memory
 
