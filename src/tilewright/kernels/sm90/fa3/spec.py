@@ -40,6 +40,7 @@ class ForwardSpec:
     carries_over: bool = False  # the next tile's first S is issued with the last P V of this one
     rescale_threshold: float = 0.0  # log2 of how far a row's maximum may lag; 0 rescales always
     goes_ahead: bool = False  # exp2 takes the maxima so far; a block that exceeds them is redone
+    skips_hidden: bool = False  # a warpgroup leaves out the blocks of which its rows see nothing
     exp2_emulated: int = 0  # of each 16 elements of a row, those whose exp2 is a polynomial
     tiles_ahead: int = 1  # that a CTA takes before it needs them, and no idle one can
     takes_late: bool = False  # the last of them not as a tile begins, but as its loads are issued
@@ -108,6 +109,11 @@ class ForwardSpec:
             return "carries_over=True: the next Q must have a place while this one is multiplied"
         if self.goes_ahead and not (self.overlap and self.rescale_threshold > 0):
             return "goes_ahead=True: maxima must be allowed to lag, under multiplies that overlap"
+        if self.skips_hidden and (self.takes_turns or self.carries_over or not self.overlap):
+            return (
+                "skips_hidden=True: warpgroups that take turns must do the same blocks, and "
+                "tiles must not be carried over or done in order"
+            )
         if self.tiles_ahead < 1:
             return f"tiles_ahead={self.tiles_ahead}: a tile at the least is handed over"
         if self.smem_bytes > SMEM_BYTES:
