@@ -37,6 +37,12 @@ def section_heads(spec: Any, op: Operands, seqlen_k: Int32, blocks: Int32) -> In
     return section * group
 
 
+def row_blocks(spec: Any, rows: Int32) -> Int32:
+    """Blocks of queries, each the work of a cluster."""
+    together = spec.tile_q * spec.cluster
+    return (rows + together - 1) // together
+
+
 def place(
     spec: Any, index: Int32, heads: Int32, blocks: Int32, section: Int32
 ) -> tuple[Int32, Int32]:
@@ -55,16 +61,19 @@ def schedule(spec: Constexpr, op: Operands, sm: Shared, ch: Channels):
     zero = Int32(0)
     ctas, _, _ = cute.arch.grid_dim()
     index, _, _ = cute.arch.block_idx()
+    index, rank = index // spec.cluster, index % spec.cluster
     if const_expr(spec.packed):
         schedule_packed(spec, op, sm, ch, index)
     else:
-        blocks = (op.seqlen_q + spec.tile_q - 1) // spec.tile_q
+        # Where the last of them are fewer than a cluster's CTAs, the others' rows are past the end.
+        blocks = row_blocks(spec, op.seqlen_q)
         heads = op.heads_q * op.batch
         section = section_heads(spec, op, op.seqlen_k, blocks)
         n = Int32(0)
         is_left = index < heads * blocks
         while is_left:
             head, q_block = place(spec, index, heads, blocks, section)
+            q_block = q_block * spec.cluster + rank
             batch = head // op.heads_q
             rows = op.seqlen_q
             tile = Tile(
@@ -99,7 +108,7 @@ def schedule_packed(spec: Constexpr, op: Operands, sm: Shared, ch: Channels, ind
             rows = cute.arch.shuffle_sync(length, owner)
             before = cute.arch.shuffle_sync(through - tiles_here, owner)
             q_start, seqlen_q, k_start, seqlen_k = sequence(op, batch)
-            blocks = (rows + spec.tile_q - 1) // spec.tile_q
+            blocks = row_blocks(spec, rows)
             section = section_heads(spec, op, seqlen_k, blocks)
             inside = index - tiles_before - before
             head, q_block = place(spec, inside, op.heads_q, blocks, section)
@@ -125,7 +134,7 @@ def sequence_tiles(spec: Constexpr, op: Operands, group: Int32):
         if batch < op.batch:
             end = op.lengths.cu_seqlens_q[batch + 1]
         rows = end - begin
-    tiles = (rows + spec.tile_q - 1) // spec.tile_q * op.heads_q
+    tiles = row_blocks(spec, rows) * op.heads_q
     through = tiles
     for step in cutlass.range_constexpr(5):
         other = cute.arch.shuffle_sync_up(through, 1 << step)
@@ -158,7 +167,7 @@ def next_tile(spec: Constexpr, op: Operands, ch: Channels, n: Int32, index: Int3
     Tile number `n` of this CTA is taken no sooner than there is a slot for it.
     """
     ctas, _, _ = cute.arch.grid_dim()
-    following = index + ctas
+    following = index + ctas // spec.cluster
     if const_expr(spec.dynamic):
         ch.tile.wait_empty(n)
         ticket = Int32(0)

@@ -49,6 +49,7 @@ class ForwardSpec:
     tiles_per_cta: int = 3
     longest_first: bool = True
     dynamic: bool = True  # tiles are handed out by a counter in memory
+    cluster: int = 1  # CTAs that take neighbouring query blocks, and load keys for each other
 
     @property
     def features(self) -> ForwardSpec:
@@ -114,6 +115,11 @@ class ForwardSpec:
                 "skips_hidden=True: warpgroups that take turns must do the same blocks, and "
                 "tiles must not be carried over or done in order"
             )
+        if self.cluster not in (1, 2):
+            return f"cluster={self.cluster}: one CTA, or two that share keys"
+        is_bounded = self.bounded_left or self.bounded_right
+        if self.cluster > 1 and (is_bounded or self.packed or self.dynamic):
+            return "cluster=2: its CTAs must see the same keys, and take their tiles in turn"
         if self.tiles_ahead < 1:
             return f"tiles_ahead={self.tiles_ahead}: a tile at the least is handed over"
         if self.smem_bytes > SMEM_BYTES:
