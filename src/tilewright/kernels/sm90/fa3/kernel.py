@@ -72,16 +72,7 @@ class Forward:
         mQ, mK, mV, mO = (permuted(x, rows_first) for x in (q, k, v, out))  # (rows, d, h[, b])
         mLSE = lse if packed else permuted(lse, (2, 1, 0))
         mLSE = permuted(lse, (1, 0)) if packed else mLSE  # (q, h[, b])
-        loads = [
-            tma_operand(load_op(ctas), *loaded, ctas)
-            for ctas, *loaded in zip(
-                (1, spec.cluster, spec.cluster),
-                (mQ, mK, permuted(v, dim_first)),  # V (d, kv, h[, b])
-                smem_layouts(spec)[:3],
-                smem_tiles(spec)[:3],
-                strict=True,
-            )
-        ]
+        loads = load_operands(spec, (mQ, mK, permuted(v, dim_first)))  # V (d, kv, h[, b])
         store_O = None
         if const_expr(spec.stores_by_tma):
             s2g = cpasync.CopyBulkTensorTileS2GOp()
@@ -113,14 +104,8 @@ class Forward:
             seqlen_q=Int32(cute.size(mQ, mode=[0])),
             seqlen_k=Int32(cute.size(mK, mode=[0])),
         )
-        blocks = row_blocks(spec, op.seqlen_q)
-        if const_expr(packed):
-            most = (blocks + op.batch + 1) * op.heads_q
-        else:
-            most = blocks * op.heads_q * op.batch
-        clusters = cutlass.max(cutlass.min(ctas // spec.cluster, most), 1)
         self.kernel(op).launch(
-            grid=(clusters * spec.cluster, 1, 1),
+            grid=(spec.cluster * clusters(spec, op, ctas), 1, 1),
             block=(spec.threads, 1, 1),
             cluster=(spec.cluster, 1, 1) if spec.cluster > 1 else None,
             stream=stream,
@@ -203,10 +188,26 @@ def permuted(x: cute.Tensor, modes: tuple[int, ...]) -> cute.Tensor:
     return cute.make_tensor(x.iterator, cute.select(x.layout, mode=list(modes)))
 
 
-def load_op(ctas: int) -> Any:
-    """A load into one CTA, or by each of several into all of them."""
+def clusters(spec: ForwardSpec, op: Operands, ctas: Int32) -> Int32:
+    """How many are launched: no more than there are tiles for."""
+    blocks = row_blocks(spec, op.seqlen_q)
+    tiles = blocks + op.batch + 1 if spec.packed else blocks * op.batch
+    return cutlass.max(cutlass.min(ctas // spec.cluster, tiles * op.heads_q), 1)
+
+
+def load_operands(spec: ForwardSpec, tensors: tuple[cute.Tensor, ...]) -> list[TmaOperand]:
+    """Of Q, K and V. A cluster's CTAs each load a part of K and V into all of them."""
     one, several = cpasync.CopyBulkTensorTileG2SOp, cpasync.CopyBulkTensorTileG2SMulticastOp
-    return several() if ctas > 1 else one()
+    return [
+        tma_operand(several() if ctas > 1 else one(), x, layout, tile, ctas)
+        for x, layout, tile, ctas in zip(
+            tensors,
+            smem_layouts(spec)[:3],
+            smem_tiles(spec)[:3],
+            (1, spec.cluster, spec.cluster),
+            strict=True,
+        )
+    ]
 
 
 def tma_operand(
