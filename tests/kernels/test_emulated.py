@@ -32,6 +32,7 @@ MECHANISMS: list[dict[str, Any]] = [
     {"q_in_registers": True, "carries_over": True},
     {"rescale_threshold": 8.0},
     {"rescale_threshold": 8.0, "goes_ahead": True},
+    {"starts_two": True, "tile_kv": 64},
     {"ping_pong": False, "skips_hidden": True},
     {"ping_pong": False, "skips_hidden": True, "tile_kv": 32, "bounded_left": True},
     {"longest_first": False},

@@ -13,10 +13,11 @@ Source: FlashAttention-3, arXiv 2407.08608, sections 3.1 and 3.2, algorithms 1 a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Constexpr, Int32, const_expr
+from cutlass import Boolean, Constexpr, Float32, Int32, const_expr
 
 from tilewright.kernels.blocks.arithmetic import tanh
 from tilewright.kernels.blocks.masking import Band
@@ -59,7 +60,9 @@ def compute(spec: Constexpr, op: Operands, sm: Shared, ch: Channels, mmas: Const
     tile = Tile.read(sm.sTile, ch.tile.index(first))
     if tile.q_block >= 0:
         ch.tile.release(first)
-        if const_expr(spec.overlap):
+        if const_expr(spec.starts_two):
+            attend_tiles_from_two(wg, tile)
+        elif const_expr(spec.overlap):
             attend_tiles(wg, tile)
         else:
             attend_tiles_in_order(wg, tile)
@@ -93,6 +96,50 @@ def attend_tiles(wg: Constexpr, tile: Tile):
 
 
 @cute.jit
+def attend_tiles_from_two(wg: Constexpr, tile: Tile):
+    """The same; S of a tile's second block runs under the softmax of its first."""
+    ch, regs = wg.ch, wg.regs
+    tiles, blocks = Int32(0), Int32(0)
+    is_left = Boolean(True)
+    while is_left:
+        mine = span(wg, tile)
+        n = blocks + mine.after
+        take_Q(wg, tiles)
+        if const_expr(wg.spec.skips_hidden):
+            pass_over(ch, blocks, mine.after)
+        ch.k.wait_full(n)
+        acc_S = regs.multiply_S(ch.k.index(n))
+        following_S = cute.make_rmem_tensor(regs.shape_S, Float32)
+        has_two = mine.blocks > 1
+        if has_two:
+            ch.k.wait_full(n + 1)
+            regs.multiply_S_into(following_S, ch.k.index(n + 1))
+            matmul.wait(1)
+        else:
+            matmul.wait(0)
+        ch.k.release(n)
+        regs.softmax.reset()
+        make_P(wg, acc_S, tile, mine, mine.end - 1)
+        regs.convert_P(acc_S)
+        # O is not live before its first multiply, which takes no account of it: there is room for
+        # two tiles of S.
+        if has_two:
+            attend_block(wg, tile, mine, n + 1, mine.end - 2, following_S)
+        else:
+            regs.acc_O.fill(0.0)
+        for back in cutlass.range(2, mine.blocks, unroll=1):
+            attend_block(wg, tile, mine, n + back, mine.end - 1 - back)
+        blocks += mine.all_blocks
+        end_tile(wg, tile, mine.before, tiles, blocks)
+        tiles += 1
+        ch.tile.wait_full(tiles)
+        tile = Tile.read(wg.sm.sTile, ch.tile.index(tiles))
+        is_left = tile.q_block >= 0
+        if is_left:
+            ch.tile.release(tiles)
+
+
+@cute.jit
 def start_tile(wg: Constexpr, tile: Tile, tiles: Int32, n: Int32):
     """P of the tile's last block, which is number `n`, with nothing to run under it."""
     take_Q(wg, tiles)
@@ -120,15 +167,18 @@ def pass_over(ch: Constexpr, n: Int32, count: Int32):
 
 
 @cute.jit
-def attend_block(wg: Constexpr, tile: Tile, mine: Span, n: Int32, block: Int32):
-    """S of key block `block`, which is number `n` and there, over P V of the one before; its P."""
+def attend_block(wg: Constexpr, tile: Tile, mine: Span, n: Int32, block: Int32, issued: Any = None):
+    """S of key block `block`, which is number `n` and there, over P V of the one before; its P.
+
+    `issued` is the accumulator of S where that is issued already, for a tile's second block.
+    """
     ch, regs = wg.ch, wg.regs
     is_there = ch.v.is_full(n - 1)
     take_turn(wg)
-    acc_S = regs.multiply_S(ch.k.index(n))
+    acc_S = regs.multiply_S(ch.k.index(n)) if const_expr(issued is None) else issued
     if not is_there:
         ch.v.wait_full(n - 1)
-    regs.multiply_O(ch.v.index(n - 1))
+    regs.multiply_O(ch.v.index(n - 1), accumulate=issued is None)
     pass_turn(wg)
     matmul.wait(1)
     is_there = ch.k.is_full(n + 1)

@@ -55,9 +55,12 @@ class Registers(Unchanged):
     def multiply_S(self, stage: Int32) -> cute.Tensor:
         """The accumulator of S = Q K^T. A new one each time: what is kept over a loop costs."""
         acc_S = cute.make_rmem_tensor(self.shape_S, Float32)
+        self.multiply_S_into(acc_S, stage)
+        return acc_S
+
+    def multiply_S_into(self, acc_S: cute.Tensor, stage: Int32) -> None:
         B = self.tSrK[None, None, None, stage]
         matmul.gemm(self.mma_S, acc_S, self.tSrQ, B, accumulate=False)
-        return acc_S
 
     def multiply_S_again(self, acc_S: cute.Tensor, stage: Int32) -> None:
         """S of this warp's 16 rows, once more."""
@@ -65,10 +68,10 @@ class Registers(Unchanged):
         sQ = cute.local_tile(self.sQ, (16, cute.size(self.sQ, mode=[1])), (self.thread // 32, 0))
         matmul.multiply_again(acc_S, rQ, sQ, self.sK[None, None, stage])
 
-    def multiply_O(self, stage: Int32) -> None:
+    def multiply_O(self, stage: Int32, accumulate: bool = True) -> None:
         # O += P V
         B = self.tOrV[None, None, None, stage]
-        matmul.gemm(self.mma_O, self.acc_O, self.tOrP, B, accumulate=True)
+        matmul.gemm(self.mma_O, self.acc_O, self.tOrP, B, accumulate=accumulate)
 
     def convert_P(self, acc_S: cute.Tensor) -> None:
         self.rP.store(acc_S.load().to(self.rP.element_type))

@@ -38,6 +38,7 @@ class ForwardSpec:
     ping_pong: bool = True  # warpgroups take turns at issuing matrix multiplies
     overlap: bool = True  # S of the next block is issued before this block's P V
     carries_over: bool = False  # the next tile's first S is issued with the last P V of this one
+    starts_two: bool = False  # S of a tile's second block is issued with that of its first
     rescale_threshold: float = 0.0  # log2 of how far a row's maximum may lag; 0 rescales always
     goes_ahead: bool = False  # exp2 takes the maxima so far; a block that exceeds them is redone
     skips_hidden: bool = False  # a warpgroup leaves out the blocks of which its rows see nothing
@@ -115,6 +116,8 @@ class ForwardSpec:
                 "skips_hidden=True: warpgroups that take turns must do the same blocks, and "
                 "tiles must not be carried over or done in order"
             )
+        if self.starts_two and (self.carries_over or not self.overlap):
+            return "starts_two=True: S of two blocks is in flight, and O must not be yet"
         if self.cluster not in (1, 2):
             return f"cluster={self.cluster}: one CTA, or two that share keys"
         is_bounded = self.bounded_left or self.bounded_right
