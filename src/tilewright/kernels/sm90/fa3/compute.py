@@ -17,7 +17,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Constexpr, Float32, Int32, const_expr
+from cutlass import Boolean, Constexpr, Int32, const_expr
 
 from tilewright.kernels.blocks.arithmetic import tanh
 from tilewright.kernels.blocks.masking import Band
@@ -103,32 +103,14 @@ def attend_tiles_from_two(wg: Constexpr, tile: Tile):
     is_left = Boolean(True)
     while is_left:
         mine = span(wg, tile)
-        n = blocks + mine.after
-        take_Q(wg, tiles)
-        if const_expr(wg.spec.skips_hidden):
-            pass_over(ch, blocks, mine.after)
-        ch.k.wait_full(n)
-        acc_S = regs.multiply_S(ch.k.index(n))
-        following_S = cute.make_rmem_tensor(regs.shape_S, Float32)
-        has_two = mine.blocks > 1
-        if has_two:
-            ch.k.wait_full(n + 1)
-            regs.multiply_S_into(following_S, ch.k.index(n + 1))
-            matmul.wait(1)
-        else:
-            matmul.wait(0)
-        ch.k.release(n)
-        regs.softmax.reset()
-        make_P(wg, acc_S, tile, mine, mine.end - 1)
-        regs.convert_P(acc_S)
-        # O is not live before its first multiply, which takes no account of it: there is room for
-        # two tiles of S.
-        if has_two:
-            attend_block(wg, tile, mine, n + 1, mine.end - 2, following_S)
+        first = enter_tile(wg, tile, tiles, blocks)
+        if mine.blocks > 1:
+            start_two(wg, tile, mine, first)
         else:
             regs.acc_O.fill(0.0)
+            start_one(wg, tile, first)
         for back in cutlass.range(2, mine.blocks, unroll=1):
-            attend_block(wg, tile, mine, n + back, mine.end - 1 - back)
+            attend_block(wg, tile, mine, first + back, mine.end - 1 - back)
         blocks += mine.all_blocks
         end_tile(wg, tile, mine.before, tiles, blocks)
         tiles += 1
@@ -140,18 +122,52 @@ def attend_tiles_from_two(wg: Constexpr, tile: Tile):
 
 
 @cute.jit
+def start_two(wg: Constexpr, tile: Tile, mine: Span, n: Int32):
+    """P of a tile's two last blocks, numbers `n` and `n` + 1, and O of the first of them.
+
+    O is not live before its first multiply, which takes no account of it: so there is room for two
+    tiles of S. One path from the first multiply on: where paths met, the assembler would wait for
+    each multiply.
+    """
+    ch, regs = wg.ch, wg.regs
+    ch.k.wait_full(n)
+    ch.k.wait_full(n + 1)
+    acc_S = regs.multiply_S(ch.k.index(n))
+    following_S = regs.multiply_S(ch.k.index(n + 1))
+    matmul.wait(1)
+    ch.k.release(n)
+    start_softmax(wg, acc_S, tile, mine)
+    attend_block(wg, tile, mine, n + 1, mine.end - 2, following_S)
+
+
+@cute.jit
 def start_tile(wg: Constexpr, tile: Tile, tiles: Int32, n: Int32):
+    """P of a tile's last block. The first of its blocks is number `n`."""
+    start_one(wg, tile, enter_tile(wg, tile, tiles, n))
+
+
+@cute.jit
+def start_one(wg: Constexpr, tile: Tile, n: Int32):
     """P of the tile's last block, which is number `n`, with nothing to run under it."""
+    mine = span(wg, tile)
+    wg.ch.k.wait_full(n)
+    acc_S = wg.regs.multiply_S(wg.ch.k.index(n))
+    matmul.wait(0)
+    wg.ch.k.release(n)
+    start_softmax(wg, acc_S, tile, mine)
+    if mine.blocks > 1:
+        wg.ch.k.wait_full(n + 1)
+
+
+@cute.jit
+def enter_tile(wg: Constexpr, tile: Tile, tiles: Int32, n: Int32) -> Int32:
+    """Take the tile's Q, leave out what is hidden. The number of the first block that is not."""
     take_Q(wg, tiles)
     if const_expr(wg.spec.skips_hidden):
         skipped = span(wg, tile).after
         pass_over(wg.ch, n, skipped)
         n += skipped
-    wg.ch.k.wait_full(n)
-    acc_S = wg.regs.multiply_S(wg.ch.k.index(n))
-    matmul.wait(0)
-    wg.ch.k.release(n)
-    start_softmax(wg, acc_S, tile, n)
+    return n
 
 
 @cute.jit
@@ -220,7 +236,10 @@ def turn_over(wg: Constexpr, both: tuple[Tile, Tile], skipped: Int32, tiles: Int
         ch.k.release(n)
         ch.v.release(n - 1)
         store(wg.spec, wg.op, regs, tile)
-        start_softmax(wg, acc_S, following, n)
+        mine = span(wg, following)
+        start_softmax(wg, acc_S, following, mine)
+        if mine.blocks > 1:
+            ch.k.wait_full(n + 1)
     else:
         end_tile(wg, tile, skipped, tiles, n)
         start_tile(wg, following, tiles + 1, n)
@@ -302,14 +321,11 @@ def take_Q(wg: Constexpr, tiles: Int32):
 
 
 @cute.jit
-def start_softmax(wg: Constexpr, acc_S: cute.Tensor, tile: Tile, n: Int32):
-    """P of a tile's last block, the first to be done, which is number `n`."""
+def start_softmax(wg: Constexpr, acc_S: cute.Tensor, tile: Tile, mine: Span):
+    """P of a tile's last block, the first to be done."""
     wg.regs.softmax.reset()
-    mine = span(wg, tile)
     make_P(wg, acc_S, tile, mine, mine.end - 1)
     wg.regs.convert_P(acc_S)
-    if mine.blocks > 1:
-        wg.ch.k.wait_full(n + 1)
 
 
 @cute.jit

@@ -55,12 +55,9 @@ class Registers(Unchanged):
     def multiply_S(self, stage: Int32) -> cute.Tensor:
         """The accumulator of S = Q K^T. A new one each time: what is kept over a loop costs."""
         acc_S = cute.make_rmem_tensor(self.shape_S, Float32)
-        self.multiply_S_into(acc_S, stage)
-        return acc_S
-
-    def multiply_S_into(self, acc_S: cute.Tensor, stage: Int32) -> None:
         B = self.tSrK[None, None, None, stage]
         matmul.gemm(self.mma_S, acc_S, self.tSrQ, B, accumulate=False)
+        return acc_S
 
     def multiply_S_again(self, acc_S: cute.Tensor, stage: Int32) -> None:
         """S of this warp's 16 rows, once more."""
