@@ -44,6 +44,8 @@ def first_row(wg: Any, tile: Tile) -> Int32:
 
 def span(wg: Any, tile: Tile) -> Span:
     """Of the warpgroup's 64 rows. It has a block at the least, all of it hidden if it sees none."""
+    # What is made uniform is so by a shuffle: the compiler would make the limits anew in each block, and keep what depends
+    # on the warpgroup in every thread's registers.
     spec, limits, row = wg.spec, wg.band, first_row(wg, tile)
     lengths = tile.seqlen_q, tile.seqlen_k
     tile_begin, tile_end = key_blocks(spec, wg.op, tile)
@@ -53,12 +55,12 @@ def span(wg: Any, tile: Tile) -> Span:
         begin, end = limits.blocks(row, q_last, *lengths, spec.tile_kv)
         begin = cutlass.min(cutlass.max(begin, tile_begin), tile_end - 1)
         end = cutlass.min(cutlass.max(end, begin + 1), tile_end)
+        begin, end = (cute.arch.make_warp_uniform(x) for x in (begin, end))
     _, past = limits.limits(row, *lengths)
     uncut_begin, uncut_end = Int32(0), cutlass.max(past, 0) // spec.tile_kv
     if spec.bounded_left:
         first, _ = limits.limits(row + matmul.ROWS - 1, *lengths)
         uncut_begin = (cutlass.max(first, 0) + spec.tile_kv - 1) // spec.tile_kv
-    # Through a shuffle, or the compiler would make them anew in each block.
     uncut_begin, uncut_end = (cute.arch.make_warp_uniform(x) for x in (uncut_begin, uncut_end))
     return Span(begin - tile_begin, begin, end, tile_end - end, uncut_begin, uncut_end)
 
