@@ -44,8 +44,8 @@ def first_row(wg: Any, tile: Tile) -> Int32:
 
 def span(wg: Any, tile: Tile) -> Span:
     """Of the warpgroup's 64 rows. It has a block at the least, all of it hidden if it sees none."""
-    # What is made uniform is so by a shuffle: the compiler would make the limits anew in each block, and keep what depends
-    # on the warpgroup in every thread's registers.
+    # The shuffles keep the compiler from making limits anew in each block, and what depends on the
+    # warpgroup out of every thread's registers.
     spec, limits, row = wg.spec, wg.band, first_row(wg, tile)
     lengths = tile.seqlen_q, tile.seqlen_k
     tile_begin, tile_end = key_blocks(spec, wg.op, tile)
