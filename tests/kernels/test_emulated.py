@@ -27,12 +27,17 @@ MECHANISMS: list[dict[str, Any]] = [
     {"overlap": False},
     {"stores_by_tma": True},
     {"tiles_ahead": 2},
+    {"takes_late": True},
     {"q_in_registers": True},
     {"q_in_registers": True, "carries_over": True},
     {"rescale_threshold": 8.0},
     {"rescale_threshold": 8.0, "goes_ahead": True},
+    {"starts_two": True, "tile_kv": 64},
+    {"ping_pong": False, "skips_hidden": True},
+    {"ping_pong": False, "skips_hidden": True, "tile_kv": 32, "bounded_left": True},
     {"longest_first": False},
     {"dynamic": False},
+    {"dynamic": False, "cluster": 2, "bounded_right": False},
 ]
 
 

@@ -41,7 +41,7 @@ from tilewright.kernels.sm90.fa3_backward.operands import (
 from tilewright.kernels.sm90.fa3_backward.registers import Registers
 from tilewright.kernels.sm90.fa3_backward.spec import padded_start
 from tilewright.kernels.sm90.fa3_backward.store import store
-from tilewright.kernels.sm90.fa3_backward.turns import end_turn, look_at_turn, wait_for_turn
+from tilewright.kernels.sm90.fa3_backward.turns import end_turn, wait_for_turn
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,8 @@ def compute(spec: Constexpr, op: Operands, sm: Shared, ch: Channels, mmas: Const
     ch.tile.wait_full(tiles)
     tile = Tile.read(sm.sTile, ch.tile.index(tiles))
     while tile.kv_block >= 0:
-        ch.tile.release(tiles)
+        if const_expr(not spec.deterministic):
+            ch.tile.release(tiles)
         begin, count = query_blocks(spec, op, tile)
         wg.regs.acc_dV.fill(0.0)
         wg.regs.acc_dK.fill(0.0)
@@ -69,6 +70,9 @@ def compute(spec: Constexpr, op: Operands, sm: Shared, ch: Channels, mmas: Const
             attend_queries(wg, tile, begin, count, loaded, steps)
             loaded += 1
             steps += count * (op.heads_q // op.heads_k)
+        if const_expr(spec.deterministic):
+            # A tile that is taken ahead is one that others wait for.
+            ch.tile.release(tiles)
         store(spec, op, wg.regs, tile)
         tiles += 1
         ch.tile.wait_full(tiles)
@@ -108,9 +112,6 @@ def attend_queries(
 def attend_block(wg: Constexpr, tile: Tile, step: Any, is_first: Constexpr, has_next: Boolean):
     """Step (n, head, query block), whose Q is there; the dK of the one before, if there is one."""
     ch, regs, (n, head, block) = wg.ch, wg.regs, step
-    seen = Int32(0)
-    if const_expr(wg.spec.deterministic):
-        seen = look_at_turn(wg, tile, head, block)
     acc_S = regs.multiply_S(ch.q.index(n))
     ch.do.wait_full(n)
     acc_dP = regs.multiply_dP(ch.do.index(n))
@@ -142,11 +143,14 @@ def attend_block(wg: Constexpr, tile: Tile, step: Any, is_first: Constexpr, has_
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.barrier(barrier_id=Sync.DS_WRITTEN, number_of_threads=128 * wg.spec.warpgroups)
     regs.multiply_dQ(slot)
+    is_turn = Boolean(True)
+    if const_expr(wg.spec.deterministic):
+        is_turn = ch.turn.is_full(n)
     # No multiply may be under way where the loop closes, if its result is read behind: the
     # assembler would then let none run beside another.
     matmul.wait(0)
     ch.do.release(n)
-    add_dQ(wg, tile, step, seen)
+    add_dQ(wg, tile, step, is_turn)
 
 
 @cute.jit
@@ -214,10 +218,10 @@ def hide(wg: Warpgroup, X: cute.Tensor, tile: Tile, block: Int32, value: float) 
 
 
 @cute.jit
-def add_dQ(wg: Constexpr, tile: Tile, step: Any, seen: Int32):
+def add_dQ(wg: Constexpr, tile: Tile, step: Any, is_turn: Boolean):
     """This warpgroup's part of a query block's dQ, registers -> gmem.
 
-    Where there are turns: in its turn, `seen` additions having been made when it looked.
+    Where there are turns: in its turn, which it may have seen to have come.
     """
     spec, op, (n, head, block) = wg.spec, wg.op, step
     if const_expr(spec.packed):
@@ -234,7 +238,7 @@ def add_dQ(wg: Constexpr, tile: Tile, step: Any, seen: Int32):
         unit += wg.regs.w
     target = cute.domain_offset((0, 0, octet), mdQ[None, None, None, unit])
     if const_expr(spec.deterministic):
-        wait_for_turn(wg, tile, head, block, seen)
+        wait_for_turn(wg, n, is_turn)
     wg.regs.add_dQ(target)
     if const_expr(spec.deterministic):
         end_turn(wg, n)

@@ -2,7 +2,7 @@
 
     schedule  1 warp        counter in memory -> tiles of keys
     load      1 warp        tiles -> K, V; Q, dO and their numbers in shared memory, by TMA
-    turns     1 warp        additions to dQ -> counters in memory, of a deterministic call
+    turns     2 warps       when dQ may be added to, and that it was, of a deterministic call
     compute   1-3 x 4 warps S, dP | P, dS | dV += P^T dO, dK += dS^T Q | dQ = dS K, added to memory
 
 Shapes: q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), dout like q with Dv; dk, dv like k
@@ -29,7 +29,7 @@ from tilewright.kernels.sm90.fa3_backward.operands import Channels, Operands, Sh
 from tilewright.kernels.sm90.fa3_backward.registers import make_mmas
 from tilewright.kernels.sm90.fa3_backward.schedule import schedule
 from tilewright.kernels.sm90.fa3_backward.spec import BackwardSpec
-from tilewright.kernels.sm90.fa3_backward.turns import keep_turns
+from tilewright.kernels.sm90.fa3_backward.turns import count_additions, take_turns
 
 
 class Backward:
@@ -125,6 +125,7 @@ class Backward:
             v=ring(smem, 1),
             q=ring(smem, spec.q_stages),
             do=ring(smem, spec.do_stages),
+            turn=ring(smem, 2),
             added=ring(smem, 2),
             tail=ring(smem, 1),
         )
@@ -139,7 +140,8 @@ class Backward:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         consumers = 4 * spec.warpgroups  # warps
         if thread == 0:
-            ch.tile.initialise(producers=1, consumers=consumers + 1 + spec.deterministic)
+            ch.tile.initialise(producers=1, consumers=consumers + 1 + 2 * spec.deterministic)
+            ch.turn.initialise(producers=1, consumers=consumers)
             ch.added.initialise(producers=consumers, consumers=1)
             for loaded in (ch.k, ch.v, ch.q, ch.do):
                 loaded.initialise(producers=1, consumers=consumers)
@@ -155,7 +157,9 @@ class Backward:
                 schedule(spec, op, sm, ch)
             if const_expr(spec.deterministic):
                 if warp == 2:
-                    keep_turns(spec, op, sm, ch)
+                    take_turns(spec, op, sm, ch)
+                if warp == 3:
+                    count_additions(spec, op, sm, ch)
         else:
             cute.arch.setmaxregister_increase(many)
             compute(spec, op, sm, ch, make_mmas(spec, dtype))

@@ -66,7 +66,8 @@ class Channels:
     v: Ring
     q: Ring  # with lse
     do: Ring  # with delta
-    added: Ring  # compute -> turns: the additions of a step, of a deterministic call
+    turn: Ring  # take_turns -> compute: it may add, of a deterministic call
+    added: Ring  # compute -> count_additions: it has added
     tail: Ring  # load -> load: a tile that needs its last rows zeroed
 
 
