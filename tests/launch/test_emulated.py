@@ -114,3 +114,25 @@ def test_gradients(
         assert not rows.any()
     families = catalog.FA3_FORWARD, catalog.FA3_PREPARE, catalog.FA3_BACKWARD, catalog.FA3_FINISH
     assert tuple(x.family for x in emulated) == families
+
+
+@pytest.mark.parametrize("which", ["k", "v"])
+@pytest.mark.parametrize("layout", ["dense", "used"])
+def test_gradients_that_a_spoilt_row_has_nothing_to_do_with_are_sound(
+    emulated: list[Kernel], layout: str, which: str
+) -> None:
+    """Though a tile multiplies them with it."""
+    lengths = [(20, 30)] * 2 if layout == "dense" else [(20, 30), (3, 0), (70, 66)]
+    clean, batch = (random_batch(lengths, (4, 2), (40, 56), torch.bfloat16) for _ in range(2))
+    getattr(batch.sequences[0], which)[17, 1, 5] = math.nan
+    got = Path("fa3").run(batch, layout, causal=True)
+    spoilt, want = (by_formula(x, torch.float64, causal=True) for x in (batch, clean))
+    kinds = set()
+    for name in ("dq", "dk", "dv"):
+        for a, b, c in zip(*(getattr(x, name) for x in (got, spoilt, want)), strict=True):
+            is_sound = b.isfinite().all(-1)
+            kinds |= set(is_sound.flatten().tolist())
+            torch.testing.assert_close(a[is_sound].double(), c[is_sound], rtol=0.05, atol=0.05)
+            a[is_sound] = torch.nan
+            assert not a.isfinite().all(-1).any()
+    assert kinds == {False, True}
