@@ -111,7 +111,7 @@ def attend_queries(
 @cute.jit
 def attend_block(wg: Constexpr, tile: Tile, step: Any, is_first: Constexpr, has_next: Boolean):
     """Step (n, head, query block), whose Q is there; the dK of the one before, if there is one."""
-    ch, regs, (n, head, block) = wg.ch, wg.regs, step
+    ch, regs, (n, _, block) = wg.ch, wg.regs, step
     acc_S = regs.multiply_S(ch.q.index(n))
     ch.do.wait_full(n)
     acc_dP = regs.multiply_dP(ch.do.index(n))
