@@ -43,9 +43,9 @@ _SHORT = {"k_stages": 4, "v_stages": 4, "q_in_registers": True, "stores_by_tma":
 SHORT = 1536  # queries
 # A row's maximum may lag by so much, in log2, that P stays inside its dtype with room to spare.
 _THRESHOLD = {"float16": 14.0, "bfloat16": 24.0}
-# As _TILES, of the backward's main kernel; not measured. Head dims that are larger have none.
+# As _TILES, of the backward's main kernel. Measured for 64 and 128; larger ones have none.
 _BACKWARD_TILES: dict[tuple[int, int], dict[str, Any]] = {
-    (64, 64): {},
+    (64, 64): {"keys_in_registers": True, "q_stages": 4, "do_stages": 3},
     # Two warpgroups would make 48 columns of dQ each; shared memory swizzles 96 in groups of 32.
     (96, 96): {"tile_kv": 64},
     (128, 128): {},
@@ -105,15 +105,18 @@ def kernels(arch: str) -> list[Kernel]:
 @lru_cache
 def smallest(arch: str, family: str, wanted: Any) -> Any:
     """Of a family's kernels that do what the spec `wanted` does, the features of the one that does
-    the least: it may have larger head dims, and bounds that `wanted` has not. None if none does."""
+    the least: it may have larger head dims, bounds that `wanted` has not, or an order of sums that
+    it need not have. None if none does."""
 
     def extent(spec: Any) -> tuple[Any, ...]:
-        return spec.head_dim, spec.head_dim_v, spec.bounded_left, spec.bounded_right
+        dims_and_bounds = spec.head_dim, spec.head_dim_v, spec.bounded_left, spec.bounded_right
+        return *dims_and_bounds, getattr(spec, "deterministic", False)
 
     def rest(spec: Any) -> Any:
-        return replace(
-            spec.features, head_dim=0, head_dim_v=0, bounded_left=False, bounded_right=False
-        )
+        free = {"head_dim": 0, "head_dim_v": 0, "bounded_left": False, "bounded_right": False}
+        if hasattr(spec, "deterministic"):
+            free["deterministic"] = False
+        return replace(spec.features, **free)
 
     able = (
         kernel.spec.features
@@ -142,6 +145,8 @@ def _backwards() -> Iterable[BackwardSpec]:
         for dims, dtype, packed, (mask, has_softcap), deterministic in product(
             _BACKWARD_TILES, DTYPES, (False, True), _SCORINGS, (False, True)
         )
+        # A softcap is rare: its kernel always sums in order.
+        if deterministic or not has_softcap
     )
 
 
