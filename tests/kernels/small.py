@@ -69,10 +69,15 @@ def small_problems(spec: ForwardSpec) -> dict[str, Small]:
 
 
 def growing(spec: ForwardSpec, scale: float = 3.0) -> Small:
-    """One in which the maxima of rows grow from key block to key block, by far; dense."""
+    """One in which the maxima of rows grow from key block to key block, by far; dense.
+
+    A left bound cuts the first block, whose maxima are the last to be seen.
+    """
     dims = spec.head_dim, spec.head_dim_v
     lengths = [(spec.tile_q + 1, 3 * spec.tile_kv + 1)]
-    return Small(lengths, dims, {"causal": spec.bounded_right, "scale": scale})
+    left = 2 * spec.tile_kv if spec.bounded_left else None
+    window = (left, 0 if spec.bounded_right else None)
+    return Small(lengths, dims, {"window": window, "scale": scale})
 
 
 @dataclass
