@@ -73,6 +73,7 @@ class Workspace(NamedTuple):
     lse_log2: Tensor  # float32
     delta: Tensor  # float32
     dq_sum: Tensor  # float32, (..., r // 64, octets, 128, 4)
+    spoilt: Tensor  # int32, (1,): whether a row of dk or dv has come out as NaN or Inf
 
 
 @lru_cache(maxsize=4096)
@@ -109,11 +110,13 @@ def backward(
     dq = dk = dv = dsink = None
     if any(needs[:3]):
         dk, dv = _main(run, readable, dout, work)
-    if needs[0]:
-        dq = _finish(run, readable, dout, work)
+        # It also looks after rows of dk and dv that hidden rows have spoilt.
+        dq = _finish(run, readable, (dout, dk, dv), work)
     if operands.sink is not None and needs[3]:
         dsink = _backward_of_sink(readable.sink, work).to(operands.sink.dtype)
-    return Gradients(dq, dk if needs[1] else None, dv if needs[2] else None, dsink)
+    return Gradients(
+        dq if needs[0] else None, dk if needs[1] else None, dv if needs[2] else None, dsink
+    )
 
 
 def _prepare(run: Launches, operands: Operands, saved: Saved, dout: Tensor) -> Workspace:
@@ -126,7 +129,8 @@ def _prepare(run: Launches, operands: Operands, saved: Saved, dout: Tensor) -> W
         *(
             torch.empty(*batch, heads, *shape, dtype=torch.float32, device=dout.device)
             for shape in shapes
-        )
+        ),
+        spoilt=torch.empty(1, dtype=torch.int32, device=dout.device),
     )
     lse, dlse = (None if x is None else _as_float32(x) for x in (saved.lse, saved.dlse))
     bounds_q, _, used_q, _ = fa3.lengths(operands)
@@ -156,7 +160,7 @@ def _main(
             *outer, rows // run.spec.tile_q, dtype=torch.int32, device=work.delta.device
         )
     run.main(
-        *(q, k, v, dout, *work, dk, dv),
+        *(q, k, v, dout, *work[:3], dk, dv, work.spoilt),
         *fa3.lengths(operands),
         device.tile_counter(q.device),
         turns,
@@ -165,12 +169,15 @@ def _main(
     return dk, dv
 
 
-def _finish(run: Launches, operands: Operands, dout: Tensor, work: Workspace) -> Tensor:
-    q, k, v = operands[:3]
+def _finish(
+    run: Launches, operands: Operands, grads: tuple[Tensor, Tensor, Tensor], work: Workspace
+) -> Tensor:
+    """dq; `grads` are dout, dk and dv."""
+    (q, k, v), (dout, dk, dv) = operands[:3], grads
     dq = torch.empty(*q.shape, dtype=q.dtype, device=q.device)
     *scalars, _ = run.scalars  # the CTAs are one a tile
     run.finish(
-        *(work.dq_sum, dq, q, k, v, dout, work.lse_log2, work.delta),
+        *(work.dq_sum, dq, q, k, v, dout, work.lse_log2, work.delta, dk, dv, work.spoilt),
         *fa3.lengths(operands),
         run.scale,
         *scalars,

@@ -45,7 +45,7 @@ def find_block(spec: Constexpr, lengths: Any, heads: Int32, blocks: Int32, rows:
     if const_expr(spec.packed):
         cu_seqlens = lengths.cu_seqlens_q
         sequences = cute.size(cu_seqlens) - 1
-        batch = find_sequence(cu_seqlens, sequences, first)
+        batch = find_sequence(cu_seqlens, sequences, first, True)
         q_start = cu_seqlens[batch]
         first -= padded_start(q_start, batch)
         # The rows past the last sequence count as one more, of which none is part of the problem.
@@ -59,8 +59,11 @@ def find_block(spec: Constexpr, lengths: Any, heads: Int32, blocks: Int32, rows:
 
 
 @cute.jit
-def find_sequence(cu_seqlens: cute.Tensor, sequences: Int32, row: Int32) -> Int32:
-    """The sequence that row `row` of the workspace belongs to: the last to begin at or before it.
+def find_sequence(
+    cu_seqlens: cute.Tensor, sequences: Int32, row: Int32, is_padded: Constexpr
+) -> Int32:
+    """The sequence that row `row` belongs to, of the workspace if `is_padded`: the last to begin at
+    or before it.
 
     Each step looks at 32 places, one a lane.
     """
@@ -70,7 +73,10 @@ def find_sequence(cu_seqlens: cute.Tensor, sequences: Int32, row: Int32) -> Int3
         sequence = found + cute.arch.lane_idx() * step
         begins = Int32(0)
         if sequence < past:
-            begins = Int32(padded_start(cu_seqlens[sequence], sequence) <= row)
+            start = cu_seqlens[sequence]
+            if const_expr(is_padded):
+                start = padded_start(start, sequence)
+            begins = Int32(start <= row)
         # Sequences begin one after the other, so that those before the row are the first lanes.
         before = cute.arch.popc(cute.arch.vote_ballot_sync(begins != 0))
         found += (before - 1) * step
@@ -138,6 +144,10 @@ class Fakes:
             return [None] * (2 * sides)
         sizes = [self.sizes["b1"]] * sides + [cute.sym_int32() for _ in range(sides)]
         return [cute.runtime.make_fake_compact_tensor(Int32, (n,), assumed_align=4) for n in sizes]
+
+    def flag(self) -> Any:
+        """(1,) of the workspace."""
+        return cute.runtime.make_fake_compact_tensor(Int32, (1,), assumed_align=4)
 
     def stream(self) -> Any:
         return cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)

@@ -28,7 +28,13 @@ from tilewright.kernels.sm90.fa3_backward.blocks import (
     find_block,
     fragments_of,
 )
-from tilewright.kernels.sm90.fa3_backward.repair import Pairs, Sequence, is_voted, repair_query
+from tilewright.kernels.sm90.fa3_backward.repair import (
+    Pairs,
+    Sequence,
+    is_voted,
+    repair_keys,
+    repair_query,
+)
 from tilewright.kernels.sm90.fa3_backward.spec import RowsSpec
 from tilewright.kernels.sm90.rows import VECTOR, store_row
 
@@ -37,6 +43,9 @@ from tilewright.kernels.sm90.rows import VECTOR, store_row
 class Operands:
     mSum: cute.Tensor  # (4, thread, octet, block, h[, b])
     mdQ: cute.Tensor  # (q, d, h[, b])
+    mdK: cute.Tensor  # (kv, d, h[, b])
+    mdV: cute.Tensor  # (kv, d, h[, b])
+    mSpoilt: cute.Tensor  # (1): whether one of dK or dV is not finite
     pairs: Pairs
     lengths: Any  # Lengths of a packed call
     batch: Int32
@@ -62,6 +71,9 @@ class Finish:
         dout: cute.Tensor,
         lse_log2: cute.Tensor,
         delta: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        spoilt: cute.Tensor,
         cu_seqlens_q: Any,
         cu_seqlens_k: Any,
         seqused_q: Any,
@@ -88,7 +100,8 @@ class Finish:
             batch = cute.size(cu_seqlens_q) - 1
         op = Operands(
             permuted(dq_sum, (4, 3, 2, 1, 0) if packed else (5, 4, 3, 2, 1, 0)),
-            permuted(dq, rows_first),
+            *(permuted(x, rows_first) for x in (dq, dk, dv)),
+            spoilt,
             pairs,
             lengths,
             Int32(batch),
@@ -109,6 +122,8 @@ class Finish:
         thread, _, _ = cute.arch.thread_idx()
         if block.first < block.q_rows:
             finish_rows(spec, op, block, thread)
+        if op.mSpoilt[0] != 0:
+            repair_keys(spec, op, (op.mdK, op.mdV))
 
 
 @cute.jit
@@ -163,7 +178,9 @@ def fake_operands(spec: RowsSpec) -> tuple[Any, ...]:
     fakes = Fakes(spec)
     names = ("q hq d", "q hq d", "k hk d", "k hk dv", "q hq dv")  # of dq, q, k, v, dout
     rows = [fakes.rows(x) for x in names]
+    of_keys = [fakes.rows(x) for x in ("k hk d", "k hk dv")]
     terms = [fakes.padded_values() for _ in range(2)]
     scalars = (*[Float32(1.0)] * 3, *[Int32(0)] * 3)
     sums = fakes.sums(spec.head_dim // VECTOR)
-    return (sums, *rows, *terms, *fakes.lengths(2), *scalars, fakes.stream())
+    rest = (*fakes.lengths(2), *scalars, fakes.stream())
+    return (sums, *rows, *terms, *of_keys, fakes.flag(), *rest)

@@ -52,6 +52,7 @@ class Backward:
         dq_sum: cute.Tensor,
         dk: cute.Tensor,
         dv: cute.Tensor,
+        spoilt: cute.Tensor,
         cu_seqlens_q: Any,
         cu_seqlens_k: Any,
         seqused_q: Any,
@@ -89,6 +90,7 @@ class Backward:
             mdQ=permuted(dq_sum, (4, 3, 2, 1, 0) if packed else (5, 4, 3, 2, 1, 0)),
             mdK=mdK,
             mdV=mdV,
+            mSpoilt=spoilt,
             mCounter=tile_counter,
             mTurns=mTurns,
             lengths=lengths,
@@ -210,6 +212,7 @@ def fake_operands(spec: BackwardSpec) -> tuple[Any, ...]:
     q, k, v, do = (tensor_of(batch + x) for x in ("q hq d", "k hk d", "k hk dv", "q hq dv"))
     numbers = [compact(batch + "hq r", Float32, 16) for _ in range(2)]
     dq_sum = compact(batch + "hq units octets threads four", Float32, 16)
+    spoilt = cute.runtime.make_fake_compact_tensor(Int32, (1,), assumed_align=4)
     gradients = [tensor_of(batch + names) for names in ("k hk d", "k hk dv")]
     lengths: list[Any] = [None] * 4
     if spec.packed:
@@ -222,6 +225,6 @@ def fake_operands(spec: BackwardSpec) -> tuple[Any, ...]:
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     scalars = (Float32(1.0), Float32(0.0), Int32(0), Int32(0), Int32(0), Int32(1))
     return (
-        *(q, k, v, do, *numbers, dq_sum, *gradients, *lengths),
+        *(q, k, v, do, *numbers, dq_sum, *gradients, spoilt, *lengths),
         *(counter, turns, *scalars, stream),
     )

@@ -29,6 +29,7 @@ class Operands:
     mdQ: cute.Tensor  # (4, thread, octet, 64 rows, h[, b]), fragments
     mdK: cute.Tensor  # (kv, d, h[, b])
     mdV: cute.Tensor  # (kv, d, h[, b])
+    mSpoilt: cute.Tensor  # (1): whether one of dK or dV is not finite
     mCounter: cute.Tensor  # (2): the next tile, the CTAs that are done
     mTurns: Any  # (q_block, h[, b]): the additions to dQ that were made, of a deterministic call
     lengths: Any  # fa3's Lengths of a packed call

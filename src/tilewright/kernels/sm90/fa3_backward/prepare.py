@@ -47,6 +47,7 @@ class Operands:
     mLSELog2: cute.Tensor  # (r, h[, b]), as the next is of the workspace
     mDelta: cute.Tensor  # (r, h[, b])
     mSum: cute.Tensor  # (4, thread, octet, block, h[, b])
+    mSpoilt: cute.Tensor  # (1): whether one of dK or dV is not finite
     lengths: Any  # Lengths of a packed call
     has_dlse: Int32
 
@@ -69,6 +70,7 @@ class Prepare:
         lse_log2: cute.Tensor,
         delta: cute.Tensor,
         dq_sum: cute.Tensor,
+        spoilt: cute.Tensor,
         cu_seqlens_q: Any,
         seqused_q: Any,
         used: Int32,
@@ -83,6 +85,7 @@ class Prepare:
             *(permuted(x, rows_first) for x in (out, dout)),
             *(permuted(x, values_first) for x in (lse, dlse, lse_log2, delta)),
             permuted(dq_sum, sums),
+            spoilt,
             Lengths(cu_seqlens_q, None, seqused_q, None, used) if packed else None,
             has_dlse,
         )
@@ -96,6 +99,9 @@ class Prepare:
         blocks = Int32(cute.size(op.mSum, mode=[3]))
         block = Block(*find_block(spec, op.lengths, heads, blocks, rows))
         thread, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        if (cta == 0) & (thread == 0):
+            op.mSpoilt[0] = Int32(0)
         zero_sums(fragments_of(spec, op.mSum, block, thread))
         reduce_rows(spec, op, block, thread)
 

@@ -14,17 +14,18 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Constexpr, Float32, Int32
+from cutlass import Boolean, Constexpr, Float32, Int32, const_expr
 
 from tilewright.kernels.blocks.arithmetic import exp2, fma, select, tanh
 from tilewright.kernels.blocks.masking import Band
 from tilewright.kernels.sm90 import matmul
 from tilewright.kernels.sm90.fa3.load import rows_of
 from tilewright.kernels.sm90.fa3.registers import LOG2_E
-from tilewright.kernels.sm90.fa3.repair import WARP_ROWS, first_owner, is_not_finite
+from tilewright.kernels.sm90.fa3.repair import first_owner, is_not_finite
+from tilewright.kernels.sm90.fa3.schedule import sequence
+from tilewright.kernels.sm90.fa3_backward.blocks import LANES, find_sequence
+from tilewright.kernels.sm90.fa3_backward.spec import padded_start
 from tilewright.kernels.sm90.rows import VECTOR, chunk, store_chunk
-
-LANES = 32
 
 
 @dataclass(frozen=True)
@@ -102,21 +103,54 @@ def repair_query(spec: Constexpr, pairs: Pairs, seq: Sequence, head: Int32, row:
 
 
 @cute.jit
-def repair_keys(spec: Constexpr, pairs: Pairs, seq: Sequence, at: Any, spoilt: Any, out: Any):
-    """Of the 16 rows of dK and dV that a warp has stored, those that are not finite.
+def repair_keys(spec: Constexpr, op: Any, out: Any):
+    """The rows of `out`, dK and dV (kv, d, h[, b]), that are not finite. All CTAs, a warp a row."""
+    pairs = op.pairs
+    rows, _, heads = (Int32(cute.size(pairs.mK, mode=[i])) for i in range(3))
+    total = rows * heads
+    if const_expr(not spec.packed):
+        total *= cute.size(pairs.mK, mode=[3])
+    (cta, _, _), (ctas, _, _) = cute.arch.block_idx(), cute.arch.grid_dim()
+    thread, _, _ = cute.arch.thread_idx()
+    warps, _, _ = cute.arch.block_dim()
+    warps //= LANES
+    first = cta * warps + cute.arch.make_warp_uniform(thread // LANES)
+    for i in cutlass.range(first, total, ctas * warps, unroll=1):
+        head, row = i % heads, i // heads
+        if const_expr(spec.packed):
+            seq = packed_sequence(op, row)
+        else:
+            seq = dense_sequence(pairs, row // rows)
+            row = row % rows
+        key = row - seq.k_start
+        mine = tuple(rows_of(spec, x, head, seq.batch, seq.k_start, 0) for x in out)
+        if (key < seq.seqlen_k) & is_row_spoilt(mine, key):
+            repair_key(spec, pairs, seq, head, key, mine)
 
-    `at` is the key head and the first of the keys. `spoilt` tells it of this thread's two rows, of
-    an accumulator. `out` is dK and dV (kv, d), which begin at the sequence's first key.
-    """
-    head, first = at
-    if cute.arch.vote_any_sync(spoilt[0] | spoilt[1]):
-        lower, upper = (cute.arch.vote_ballot_sync(x) for x in spoilt)
-        # The rows were stored by other lanes than those that store them now.
-        cute.arch.sync_warp()
-        for r in cutlass.range(WARP_ROWS, unroll=1):
-            is_there = first + r < seq.seqlen_k
-            if is_there & is_voted(r, lower, upper):
-                repair_key(spec, pairs, seq, head, first + r, out)
+
+def dense_sequence(pairs: Pairs, batch: Int32) -> Sequence:
+    zero = Int32(0)
+    lengths = (Int32(cute.size(x, mode=[0])) for x in (pairs.mQ, pairs.mK))
+    return Sequence(batch, zero, zero, next(lengths), zero, next(lengths))
+
+
+def packed_sequence(op: Any, row: Int32) -> Sequence:
+    """The sequence of a row of the keys; past all of them, one of length 0."""
+    batch = find_sequence(op.lengths.cu_seqlens_k, op.batch, row, False)
+    q_start, seqlen_q, k_start, seqlen_k = sequence(op, batch)
+    r_start = padded_start(q_start, batch)
+    return Sequence(batch, q_start, r_start, seqlen_q, k_start, seqlen_k)
+
+
+def is_row_spoilt(out: Any, key: Int32) -> Boolean:
+    """Whether row `key` of dK or dV (kv, d) has an element that is not finite."""
+    lane = cute.arch.lane_idx()
+    found = Float32(0.0)
+    for mX in out:
+        x = chunk(mX, key, lane)
+        for c in range(VECTOR):
+            found = fma(x[c], 0.0, found)
+    return Boolean(cute.arch.vote_any_sync(is_not_finite(found)))
 
 
 @cute.jit
