@@ -118,16 +118,15 @@ def attend_block(wg: Constexpr, tile: Tile, step: Any, is_first: Constexpr, has_
     if const_expr(not is_first):
         regs.multiply_dK(ch.q.index(n - 1))
     matmul.wait(1 if is_first else 2)
-    S, dP = matmul.as_rows(acc_S), matmul.as_rows(acc_dP)  # (row, col)
     is_there = ch.q.is_full(n + 1)
-    slope = make_P(wg, S, tile, n, block)
-    regs.rP.store(acc_S.load().to(regs.rP.element_type))
+    make_P(wg, acc_S, tile, n, block)
     # The next Q is waited for here because of the branch: without one, the assembler moves the end
     # of dP up to before the exponentials that should run under it.
     if has_next & (not is_there):
         ch.q.wait_full(n + 1)
     matmul.wait(0 if is_first else 1)
-    make_dS(wg, S, dP, slope, n)
+    dP = matmul.as_rows(acc_dP)  # (row, col)
+    make_dS(wg, matmul.as_rows(acc_S), dP, n)
     if is_cut(wg, tile, block):
         # What a hidden pair is multiplied by may be NaN.
         hide(wg, dP, tile, block, 0.0)
@@ -154,34 +153,40 @@ def attend_block(wg: Constexpr, tile: Tile, step: Any, is_first: Constexpr, has_
 
 
 @cute.jit
-def make_P(wg: Constexpr, S: cute.Tensor, tile: Tile, n: Int32, block: Int32) -> Any:
-    """S of a query block -> P, in place. Where there is a softcap, its derivative at S."""
-    slope = None
+def make_P(wg: Constexpr, acc_S: cute.Tensor, tile: Tile, n: Int32, block: Int32):
+    """S of a query block -> P for the multiply, and in place: P for dS.
+
+    Where there is a softcap, that is times the derivative of the capped logit by the logit.
+    """
+    S = matmul.as_rows(acc_S)  # (row, col)
+    P = S
     scale_log2 = wg.op.scale * LOG2_E
     if const_expr(wg.spec.has_softcap):
         # A capped logit is c * tanh(s / c); only the tanh is left of it in the registers.
         scale_log2 = wg.op.softcap * LOG2_E
-        slope = cute.make_rmem_tensor(S.layout, Float32)
+        P = matmul.as_rows(cute.make_rmem_tensor(acc_S.layout, Float32))
         for r in cutlass.range_constexpr(matmul.THREAD_ROWS):
             for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
                 S[r, c] = tanh(S[r, c] * (wg.op.scale / wg.op.softcap))
-                slope[r, c] = 1.0 - S[r, c] * S[r, c]
+                P[r, c] = S[r, c]
     if is_cut(wg, tile, block):
-        hide(wg, S, tile, block, -Float32.inf)
+        hide(wg, P, tile, block, -Float32.inf)
     lse = wg.regs.numbers(wg.sm.sLSE, wg.ch.q.index(n))
     for r in cutlass.range_constexpr(matmul.THREAD_ROWS):
         for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
-            S[r, c] = exp2(fma(S[r, c], scale_log2, -lse[c]))
-    return slope
+            P[r, c] = exp2(fma(P[r, c], scale_log2, -lse[c]))
+            if const_expr(wg.spec.has_softcap):
+                S[r, c] = P[r, c] * (1.0 - S[r, c] * S[r, c])
+    held = cute.make_tensor(P.iterator, acc_S.layout)
+    wg.regs.rP.store(held.load().to(wg.regs.rP.element_type))
 
 
-def make_dS(wg: Warpgroup, P: cute.Tensor, dP: cute.Tensor, slope: Any, n: Int32) -> None:
+def make_dS(wg: Warpgroup, P: cute.Tensor, dP: cute.Tensor, n: Int32) -> None:
     """dP -> dS, in place, without the scale."""
     delta = wg.regs.numbers(wg.sm.sDelta, wg.ch.do.index(n))
     for r in range(matmul.THREAD_ROWS):
         for c in range(cute.size(P, mode=[1])):
-            dS = P[r, c] * (dP[r, c] - delta[c])
-            dP[r, c] = dS if slope is None else dS * slope[r, c]
+            dP[r, c] = P[r, c] * (dP[r, c] - delta[c])
 
 
 def first_key(wg: Warpgroup, tile: Tile) -> Int32:
