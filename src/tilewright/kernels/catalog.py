@@ -40,6 +40,12 @@ _COMMON = {"tile_q": 128, "tile_kv": 128, "ping_pong": False, "goes_ahead": True
 # Three warpgroups at head dim 64 win by their number where sequences are long, and lose by the rows
 # that a mask hides of a tile of 192 where they are short.
 _SHORT = {"k_stages": 4, "v_stages": 4, "q_in_registers": True, "stores_by_tma": True}
+# Where a right bound alone cuts the last blocks, the upper warpgroup may leave out what it hides.
+_CAUSAL: dict[tuple[int, int], dict[str, Any]] = {
+    (64, 64): {"ping_pong": False, "skips_hidden": True},
+    (192, 128): {"skips_hidden": True},
+    (256, 256): {"skips_hidden": True},
+}
 SHORT = 1536  # queries
 # A row's maximum may lag by so much, in log2, that P stays inside its dtype with room to spare.
 _THRESHOLD = {"float16": 14.0, "bfloat16": 24.0}
@@ -73,9 +79,12 @@ class Kernel:
 def tiled(spec: ForwardSpec, seqlen_q: int) -> ForwardSpec:
     """`spec` with the tiles and mechanisms that were measured to be the fastest for it."""
     dims = spec.head_dim, spec.head_dim_v
-    is_bounded = spec.bounded_left or spec.bounded_right
-    is_short = is_bounded and seqlen_q <= SHORT or spec.has_softcap
+    is_short = spec.bounded_right and seqlen_q <= SHORT or spec.bounded_left
     how: dict[str, Any] = _COMMON | (_SHORT if dims == (64, 64) and is_short else _TILES[dims])
+    if spec.bounded_right and not spec.bounded_left and not (dims == (64, 64) and is_short):
+        how |= _CAUSAL.get(dims, {})
+    # Short packed sequences would wait for a ticket that is taken late.
+    how["takes_late"] = spec.bounded_right and not spec.packed
     if spec.has_softcap:
         # The tanh is long and rare; nobody has measured that going ahead of it pays.
         how |= {"goes_ahead": False}
