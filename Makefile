@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format package bench clean
+.PHONY: help setup demo train test lint format package bench clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,6 +22,9 @@ setup: $(READY) ## Make .venv ready, and nothing else
 
 demo: $(READY) ## Run a real sentence encoder on real text, with and without tilewright
 	@$(BIN)/tilewright demo $(ARGS)
+
+train: $(READY) ## Train a small GPT, with PyTorch's attention and with tilewright's
+	@$(BIN)/python examples/gpt.py $(ARGS)
 
 test: $(READY) ## Run the tests
 	@$(BIN)/python -m pytest $(ARGS)
@@ -46,4 +49,4 @@ bench: $(READY) ## Measure against PyTorch's attention and other peers
 
 clean: ## Remove .venv, builds and caches
 	rm -rf $(VENV) build dist .cache .hypothesis .pytest_cache .ruff_cache .import_linter_cache
-	find src tests tools -name __pycache__ -type d -exec rm -rf {} +
+	find src tests tools examples -name __pycache__ -type d -exec rm -rf {} +

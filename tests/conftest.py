@@ -10,6 +10,7 @@ from hypothesis import settings
 
 from tests.paths import Path
 from tests.problems import usual_dtype
+from tests.shards import Shard
 
 # A deadline measures the machine; the first call of an operator alone can take a second. Examples
 # are derandomized so that a check of a change does not fail for what it did not touch; to search
@@ -30,7 +31,16 @@ _ON_GPU = [
 _TILED = [pytest.param(Path(name), id=name) for name in ("oracle", "default", "portable")]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    what = "run every N-th of the selected tests, from the I-th on"
+    parser.addoption("--shard", type=Shard.parse, metavar="I/N", help=what)
+
+
+@pytest.hookimpl(trylast=True)  # -k and -m select first, so that shards are of equal size
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if shard := config.getoption("--shard"):
+        items[:], others = shard.split(items)
+        config.hook.pytest_deselected(items=others)
     if torch.cuda.is_available():
         return
     for item in items:

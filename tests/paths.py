@@ -36,6 +36,9 @@ class Results:
     # out, dq, dk and dv, each (rows, heads, dim), where the storage belongs to no sequence
     outside: list[Tensor]
 
+    def cpu(self) -> Results:
+        return Results(**{name: [x.cpu() for x in parts] for name, parts in vars(self).items()})
+
     def named(self) -> list[tuple[str, list[Tensor]]]:
         names = ("out", "lse", "dq", "dk", "dv", "dsink")
         return [(name, getattr(self, name)) for name in names]
@@ -127,16 +130,37 @@ class Path:
         return [None if x is None else x.cpu() for x in everything]
 
 
-def by_formula(batch: Batch, dtype: torch.dtype, **options: Any) -> Results:
-    """The oracle on each sequence alone, its arithmetic in `dtype`."""
-    return _joined([_one_by_formula(x, dtype, options) for x in batch.to(dtype).alone()])
+# The oracle and the sizes of its terms take one thread of a CPU 130 ns a logit in float64, which
+# is then most of a test; a GPU takes some hundred launches.
+LOGITS_FOR_A_GPU = 1 << 16
 
 
-def _one_by_formula(batch: Batch, dtype: torch.dtype, options: dict[str, Any]) -> Results:
+def exact_device(batch: Batch) -> str:
+    """Where to compute in float64: on a GPU, if there is one and enough for it to do."""
+    logits = sum(x.q.shape[1] * x.q.shape[0] * x.k.shape[0] for x in batch.sequences)
+    return "cuda" if logits >= LOGITS_FOR_A_GPU and torch.cuda.is_available() else "cpu"
+
+
+def by_formula(
+    batch: Batch, dtype: torch.dtype, with_gradients: bool = True, **options: Any
+) -> Results:
+    """The oracle on each sequence alone, its arithmetic in `dtype`; the results are on the CPU.
+
+    What is not float64 is plain attention, the measure of what a dtype can do. That stays on the
+    CPU: a GPU's products might sum in less than float32, and be too lenient a measure.
+    """
+    where = exact_device(batch) if dtype == torch.float64 else "cpu"
+    batch = batch.to(where).to(dtype)
+    return _joined([_one_by_formula(x, with_gradients, options).cpu() for x in batch.alone()])
+
+
+def _one_by_formula(batch: Batch, with_gradients: bool, options: dict[str, Any]) -> Results:
     (x,) = batch.sequences
     operands = Operands(x.q[None], x.k[None], x.v[None], batch.sink)
     rule = scoring(x.q.shape[-1], options)
     out, lse = reference.forward(operands, rule)
+    if not with_gradients:
+        return Results([out[0]], [lse[0].T], [], [], [], [], [])
     dlse = None if x.dlse is None else x.dlse.T[None]
     *grads, dsink = reference.backward(operands, rule, x.dout[None], dlse)
     dq, dk, dv = (grad[0] for grad in grads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,6 +24,8 @@ def assert_complete(explanation: Explanation) -> None:
     assert all(explanation.rejected.values())
     for name in BACKENDS:
         assert name in str(explanation)
+    assert explanation.backward in BACKENDS
+    assert explanation.backward not in explanation.backward_rejected
     assert json.loads(json.dumps(explanation.to_dict()))["backend"] == explanation.backend
 
 
@@ -44,6 +47,20 @@ def test_the_choice_and_its_reason(options: dict[str, Any], backend: str, reason
     assert_complete(explanation)
     assert explanation.backend == backend
     assert any(reason in why for why in explanation.rejected.values())
+
+
+def test_a_backward_of_another_backend_is_told_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert "backward" not in str(explain(Q, K, K))
+    able = replace(BACKENDS["cpu_fused"], why_not_backward=lambda problem: "nobody wrote it")
+    monkeypatch.setitem(BACKENDS, "cpu_fused", able)
+    explanation = explain(Q, K, K)
+    assert_complete(explanation)
+    assert (explanation.backend, explanation.backward) == ("cpu_fused", "portable")
+    assert explanation.backward_rejected["cpu_fused"] == "nobody wrote it"
+    assert "its backward is that of portable" in str(explanation)
+    assert "not that of cpu_fused: nobody wrote it" in str(explanation)
 
 
 def test_it_takes_what_the_three_functions_take() -> None:

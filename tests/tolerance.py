@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.paths import Results, by_formula
+from tests.paths import Results, by_formula, exact_device
 from tests.problems import Batch, OneSequence, scoring
 from tilewright.portable.fused import arithmetic_dtype
 from tilewright.reference.forward import (
@@ -60,9 +60,11 @@ def assert_forward_accurate(
     if batch.dtype == torch.float64:  # where plain attention would be the oracle itself
         batch = batch.to(torch.float32)
         out, lse = ([x.float() for x in parts] for parts in (out, lse))
-    exact = by_formula(batch, torch.float64, **options)
     arithmetic = arithmetic or arithmetic_dtype(batch.dtype)
-    plain, plain_lse = (by_formula(batch, t, **options) for t in (batch.dtype, arithmetic))
+    exact, plain, plain_lse = (
+        by_formula(batch, dtype, with_gradients=False, **options)
+        for dtype in (torch.float64, batch.dtype, arithmetic)
+    )
     sizes, logit = sizes_of_terms(batch, options)
     assert_error_within("out", list(out), exact.out, plain.out, sizes.out, logit)
     assert_error_within("lse", [x.T for x in lse], exact.lse, plain_lse.lse, sizes.lse, logit)
@@ -113,6 +115,11 @@ def _plain_in_float64(exact: Results, batch: Batch, options: dict[str, Any]) -> 
     return Results(**lists, outside=[])
 
 
+def rounding(x: Tensor) -> Tensor:
+    """By how much, at the most, each element was changed when it was rounded to its dtype."""
+    return x.double().abs() * (0.5 * torch.finfo(x.dtype).eps)
+
+
 def largest_error(got: list[Tensor], exact: list[Tensor]) -> float:
     """Over all entries whose exact value is finite."""
     errors = [
@@ -128,7 +135,8 @@ def max_of(tensors: list[Tensor]) -> float:
 
 def sizes_of_terms(batch: Batch, options: dict[str, Any]) -> tuple[Results, float]:
     """The sum of the absolute terms of each sum that makes a result, and the largest logit's."""
-    parts = [_sizes(x, batch.sink, options) for x in batch.to(torch.float64).sequences]
+    batch = batch.to(exact_device(batch)).to(torch.float64)
+    parts = [_sizes(x, batch.sink, options) for x in batch.sequences]
     keys = ("out", "lse", "dq", "dk", "dv", "dsink")
     results = Results(**{name: [part[name] for part in parts] for name in keys}, outside=[])
     return results, max_of([part["logit"] for part in parts])
@@ -137,7 +145,6 @@ def sizes_of_terms(batch: Batch, options: dict[str, Any]) -> tuple[Results, floa
 def _sizes(x: OneSequence, sink: Tensor | None, options: dict[str, Any]) -> dict[str, Tensor]:
     """As in the oracle's backward, with the absolute value of each term."""
     q, k, v, dout = (t[None] for t in (x.q, x.k, x.v, x.dout))
-    sink = None if sink is None else sink.double()
     rule = scoring(q.shape[-1], options)
     k, v = (one_a_query_head(t, q.shape[2]) for t in (k, v))
     seen = visible(rule.mask, q.shape[1], k.shape[1], q.device)

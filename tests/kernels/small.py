@@ -13,6 +13,7 @@ from tests.layouts import Placement, place
 from tests.problems import Batch, random_batch, scoring
 from tests.tolerance import assert_forward_accurate
 from tilewright.kernels.sm90.fa3.spec import ForwardSpec
+from tilewright.kernels.sm90.fa3_backward.spec import BackwardSpec
 from tilewright.launch.fa3 import NO_BOUND
 
 
@@ -28,9 +29,9 @@ class Small:
     with_sink: bool = False
     ctas: int = 1
 
-    def batch(self, spec: ForwardSpec) -> Batch:
+    def batch(self, spec: ForwardSpec | BackwardSpec, with_dlse: bool = False) -> Batch:
         dtype = getattr(torch, spec.dtype)
-        return random_batch(self.lengths, self.heads, self.dims, dtype, self.with_sink)
+        return random_batch(self.lengths, self.heads, self.dims, dtype, self.with_sink, with_dlse)
 
 
 # Of two problems for a mask's dense kernel, and two for its packed one. A bounded kernel also has
@@ -41,11 +42,16 @@ _WINDOW = [{"window": x} for x in ((131, 2), (0, 0), (9, None), (10_000, 10_000)
 _SOFTCAP = [{"softcap": 3.0 + i} | x for i, x in enumerate([*_RIGHT[:1], {}, *_WINDOW[:2]])]
 
 
+def options_of(spec: ForwardSpec | BackwardSpec) -> list[dict[str, Any]]:
+    """Four that the kernel takes, the first two for a dense one."""
+    if spec.has_softcap:
+        return _SOFTCAP
+    return _WINDOW if spec.bounded_left else _RIGHT if spec.bounded_right else _FULL
+
+
 def small_problems(spec: ForwardSpec) -> dict[str, Small]:
     """At the edges of the spec's tiles; with heads that share keys, in dims that are no tile's."""
-    options = _SOFTCAP if spec.has_softcap else _WINDOW if spec.bounded_left else _FULL
-    if spec.bounded_right and not spec.bounded_left:
-        options = _RIGHT
+    options = options_of(spec)
     rows, keys, dims = spec.tile_q, spec.tile_kv, (spec.head_dim, spec.head_dim_v)
     other_dims = dims[0] - 8, dims[1] - 24
     shared: dict[str, Any] = {"heads": (3, 1), "with_sink": True, "ctas": 2}
@@ -63,10 +69,15 @@ def small_problems(spec: ForwardSpec) -> dict[str, Small]:
 
 
 def growing(spec: ForwardSpec, scale: float = 3.0) -> Small:
-    """One in which the maxima of rows grow from key block to key block, by far; dense."""
+    """One in which the maxima of rows grow from key block to key block, by far; dense.
+
+    A left bound cuts the first block, whose maxima are the last to be seen.
+    """
     dims = spec.head_dim, spec.head_dim_v
     lengths = [(spec.tile_q + 1, 3 * spec.tile_kv + 1)]
-    return Small(lengths, dims, {"causal": spec.bounded_right, "scale": scale})
+    left = 2 * spec.tile_kv if spec.bounded_left else None
+    window = (left, 0 if spec.bounded_right else None)
+    return Small(lengths, dims, {"window": window, "scale": scale})
 
 
 @dataclass
@@ -92,7 +103,7 @@ def attend(kernel: Callable[..., Any], spec: ForwardSpec, small: Small) -> Resul
     left, right = (NO_BOUND if x is None else x for x in (rule.mask.left, rule.mask.right))
     counter = torch.zeros(2, dtype=torch.int32)
     call = kernel(
-        *(q, k, v, out, lse, sink, *_lengths(placement), counter),
+        *(q, k, v, out, lse, sink, *lengths_of(placement), counter),
         *(rule.scale, rule.softcap or 0.0, left, right),
         3 if small.layout == "used" else 0,
         small.ctas,
@@ -101,7 +112,8 @@ def attend(kernel: Callable[..., Any], spec: ForwardSpec, small: Small) -> Resul
     return Results(out, lse.transpose(-1, -2), placement, call)
 
 
-def _lengths(placement: Placement) -> list[Tensor | None]:
+def lengths_of(placement: Placement) -> list[Tensor | None]:
+    """cu_seqlens and seqused, as kernels take them."""
     given = placement.arguments
     bounds = [given.get(f"cu_seqlens_{side}") for side in "qk"]
     return bounds + [given.get(f"seqused_{x}", b) for x, b in zip("qk", bounds, strict=True)]

@@ -1,4 +1,4 @@
-"""Emulated: every kernel's PTX is right, free of races and deadlocks, whenever its work completes.
+"""Emulated: the forward kernels' PTX is right, free of races and deadlocks, in every order.
 
 Copies and multiplies complete as early as they may, as late as they may, and at random.
 """
@@ -18,7 +18,7 @@ from tilewright.kernels import catalog
 from tilewright.kernels.catalog import Kernel
 from tilewright.kernels.sm90.fa3.spec import DTYPES, ForwardSpec
 
-KERNELS = catalog.kernels("sm_90a")
+KERNELS = [x for x in catalog.kernels("sm_90a") if x.family == catalog.FA3_FORWARD]
 ORDERS = ("eager", "late", "random")
 CAUSAL = ForwardSpec(bounded_right=True)
 # What a spec may ask for beside its tiles. The catalog chooses some of it for some head dims.
@@ -27,12 +27,17 @@ MECHANISMS: list[dict[str, Any]] = [
     {"overlap": False},
     {"stores_by_tma": True},
     {"tiles_ahead": 2},
+    {"takes_late": True},
     {"q_in_registers": True},
     {"q_in_registers": True, "carries_over": True},
     {"rescale_threshold": 8.0},
     {"rescale_threshold": 8.0, "goes_ahead": True},
+    {"starts_two": True, "tile_kv": 64},
+    {"ping_pong": False, "skips_hidden": True},
+    {"ping_pong": False, "skips_hidden": True, "tile_kv": 32, "bounded_left": True},
     {"longest_first": False},
     {"dynamic": False},
+    {"dynamic": False, "cluster": 2, "bounded_right": False},
 ]
 
 

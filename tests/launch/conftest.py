@@ -1,22 +1,26 @@
-"""The FA-3 backend on the CPU, with a stand-in for the kernel and for the GPU."""
+"""The FA-3 backend on the CPU, with stand-ins for its kernels and for the GPU; poisoned memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from tests.launch.standin import PROCESSORS, StandIn, poisoned_empty
+from tests.launch.contract import PROCESSORS
+from tests.launch.standin import StandIn, poisoned_empty
 from tilewright import jit, lane
-from tilewright.launch import device, fa3
+from tilewright.launch import device, fa3, fa3_backward
 from tilewright.torch_ops import ops
 
 
 def forget() -> None:
     """All that was decided for a machine."""
-    for cache in (fa3._launch, ops._plan, device.capability):
+    launches = fa3._launch, fa3_backward._launches
+    for cache in (*launches, ops._plan, ops._plan_backward, device.capability):
         cache.cache_clear()
     for kept in (lane._prepared, device._counters, device._no_sinks):
         kept.clear()
@@ -40,3 +44,19 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
         patch.setattr(torch, "empty", poisoned_empty)
         yield standin
     forget()
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Memory is NaN before it is written; lists how many times some was asked for."""
+    asked = []
+    empty = torch.empty
+
+    def poisoned_empty(*args: Any, **kwargs: Any) -> Tensor:
+        asked.append(1)
+        x = empty(*args, **kwargs)
+        return x.fill_(torch.nan) if x.is_floating_point() else x
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", poisoned_empty)
+        yield asked

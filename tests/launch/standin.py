@@ -1,4 +1,4 @@
-"""A kernel that keeps the compiled one's contract on the CPU, computed by the oracle.
+"""Kernels that keep the compiled ones' contract on the CPU; the forward's, computed by the oracle.
 
 It refuses what the compiled kernel could not read, and writes every element of out and lse, so that
 what a launch passes is judged by the results.
@@ -12,17 +12,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.launch import standin_backward
+from tests.launch.contract import (
+    LENGTHS,
+    SCALARS,
+    check_counter,
+    check_lengths,
+    check_rows,
+    check_scalars,
+    rule_of,
+    spans,
+)
 from tilewright import reference
+from tilewright.kernels import catalog
 from tilewright.kernels.catalog import Kernel
-from tilewright.masks import Mask
 from tilewright.operands import Operands
-from tilewright.problem import Scoring
 
-PROCESSORS = 132
 NAMES = (
     *("q", "k", "v", "out", "lse", "sink"),
-    *("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"),
-    *("counter", "scale", "softcap", "left", "right", "used", "ctas"),
+    *LENGTHS,
+    *("counter", *SCALARS),
 )
 
 
@@ -34,52 +43,41 @@ class StandIn:
     kernels: list[Kernel] = field(default_factory=list)
 
     def load(self, kernel: Kernel) -> Any:
+        names, check_it, compute_it = CONTRACTS[kernel.family]
+
         def run(*arguments: Any) -> None:
-            given = dict(zip(NAMES, arguments, strict=True))
+            given = dict(zip(names, arguments, strict=True))
             self.calls.append(given)
             self.kernels.append(kernel)
-            check(kernel, given)
-            compute(kernel, given)
+            check_it(kernel, given)
+            compute_it(kernel, given)
 
         return run
 
+    def calls_of(self, family: str) -> list[dict[str, Any]]:
+        pairs = zip(self.kernels, self.calls, strict=True)
+        return [given for kernel, given in pairs if kernel.family == family]
+
 
 def check(kernel: Kernel, given: dict[str, Any]) -> None:
-    spec, rank = kernel.spec, 3 if kernel.spec.packed else 4
-    dtype = getattr(torch, spec.dtype)
-    for name in ("q", "k", "v", "out"):
-        x = given[name]
-        assert x.dtype == dtype and x.ndim == rank and 0 not in x.shape, name
-        assert x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and not x.is_neg(), name
-        assert all(s > 0 and s % 8 == 0 for s in x.stride()[:-1]), (name, x.shape, x.stride())
+    spec = kernel.spec
+    check_rows(spec, given, ("q", "k", "v", "out"))
     q, v = given["q"], given["v"]
     assert q.shape[-1] <= spec.head_dim and v.shape[-1] <= spec.head_dim_v
     assert given["lse"].dtype == torch.float32 and given["lse"].is_contiguous()
     assert given["sink"].dtype == torch.float32 and given["sink"].stride() == (1,)
     assert given["sink"].shape == (q.shape[-2],)
-    lengths = [given[name] for name in NAMES[6:10]]
-    if spec.packed:
-        assert all(x.dtype == torch.int32 and x.stride() == (1,) for x in lengths)
-    else:
-        assert lengths == [None] * 4 and given["used"] == 0
-    assert given["counter"].dtype == torch.int32 and given["counter"].tolist() == [0, 0]
-    assert type(given["scale"]) is float and type(given["softcap"]) is float
-    assert given["scale"] > 0
+    check_lengths(spec, given, "qk")
+    check_counter(given)
+    check_scalars(given)
     assert (given["softcap"] > 0) == spec.has_softcap
-    assert 0 <= given["left"] <= 1 << 30 and 0 <= given["right"] <= 1 << 30
-    assert given["ctas"] == PROCESSORS
 
 
 def compute(kernel: Kernel, given: dict[str, Any]) -> None:
-    spec = kernel.spec
-    mask = Mask(
-        given["left"] if spec.bounded_left else None,
-        given["right"] if spec.bounded_right else None,
-    )
-    rule = Scoring(mask, given["scale"], given["softcap"] if spec.has_softcap else None)
+    rule = rule_of(kernel.spec, given)
     operands = Operands(*(given[name].double() for name in ("q", "k", "v", "sink")))
-    if spec.packed:
-        rows, keys = (_rows(given, side) for side in "qk")
+    if kernel.spec.packed:
+        rows, keys = (spans(given, side) for side in "qk")
         out, lse = reference.forward_varlen(operands, (rows, keys), rule)
     else:
         out, lse = reference.forward(operands, rule)
@@ -87,16 +85,15 @@ def compute(kernel: Kernel, given: dict[str, Any]) -> None:
     given["lse"].copy_(lse)
 
 
-def _rows(given: dict[str, Any], side: str) -> list[tuple[int, int]]:
-    starts = given[f"cu_seqlens_{side}"].tolist()
-    bit = {"q": 1, "k": 2}[side]
-    if not given["used"] & bit:
-        return list(zip(starts, starts[1:], strict=False))
-    used = given[f"seqused_{side}"].tolist()
-    return [(start, start + length) for start, length in zip(starts, used, strict=False)]
-
-
 def poisoned_empty(*args: Any, **kwargs: Any) -> Tensor:
     """`torch.empty` with NaN for garbage."""
     x = torch.Tensor.new_empty(torch.ones((), dtype=kwargs.get("dtype")), args)
     return x.fill_(torch.nan) if x.is_floating_point() else x.fill_(-1)
+
+
+CONTRACTS = {
+    catalog.FA3_FORWARD: (NAMES, check, compute),
+    catalog.FA3_PREPARE: standin_backward.PREPARE,
+    catalog.FA3_BACKWARD: standin_backward.MAIN,
+    catalog.FA3_FINISH: standin_backward.FINISH,
+}

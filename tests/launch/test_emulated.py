@@ -14,9 +14,10 @@ from tests.launch.standin import StandIn
 from tests.layouts import place
 from tests.paths import Path, by_formula
 from tests.problems import random_batch
-from tests.tolerance import assert_forward_accurate
+from tests.tolerance import assert_accurate, assert_forward_accurate
 from tilewright import attention, attention_varlen, jit
 from tilewright.emulator import Emulator
+from tilewright.kernels import catalog
 from tilewright.kernels.catalog import Kernel
 
 pytest.importorskip("cutlass", reason="the DSL is not installed")
@@ -91,3 +92,47 @@ def test_values_that_are_not_finite_reach_the_rows_that_see_them(
         assert not out[is_spoilt].isfinite().any()
         out[is_spoilt] = without[is_spoilt].to(out.dtype)
     assert_forward_accurate(got.out, [x.T for x in got.lse], clean, torch.float32, **options)
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype", "options"),
+    [
+        ("dense", torch.bfloat16, {"window": (None, 3), "scale": -0.2}),
+        ("used", torch.float16, {"window": (9, 4), "softcap": 3.0, "deterministic": True}),
+    ],
+    ids=["dense", "varlen"],
+)
+def test_gradients(
+    emulated: list[Kernel], layout: str, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    """Through all three kernels, of a sink and of lse too."""
+    lengths = [(20, 30)] * 2 if layout == "dense" else [(20, 30), (3, 0), (0, 5), (70, 50)]
+    batch = random_batch(lengths, (4, 2), (40, 56), dtype, with_sink=True, with_dlse=True)
+    got = Path("fa3").run(batch, layout, **options)
+    assert_accurate(got, batch, **options)
+    for rows in got.outside:
+        assert not rows.any()
+    families = catalog.FA3_FORWARD, catalog.FA3_PREPARE, catalog.FA3_BACKWARD, catalog.FA3_FINISH
+    assert tuple(x.family for x in emulated) == families
+
+
+@pytest.mark.parametrize("which", ["k", "v"])
+@pytest.mark.parametrize("layout", ["dense", "used"])
+def test_gradients_that_a_spoilt_row_has_nothing_to_do_with_are_sound(
+    emulated: list[Kernel], layout: str, which: str
+) -> None:
+    """Though a tile multiplies them with it."""
+    lengths = [(20, 30)] * 2 if layout == "dense" else [(20, 30), (3, 0), (70, 66)]
+    clean, batch = (random_batch(lengths, (4, 2), (40, 56), torch.bfloat16) for _ in range(2))
+    getattr(batch.sequences[0], which)[17, 1, 5] = math.nan
+    got = Path("fa3").run(batch, layout, causal=True)
+    spoilt, want = (by_formula(x, torch.float64, causal=True) for x in (batch, clean))
+    kinds = set()
+    for name in ("dq", "dk", "dv"):
+        for a, b, c in zip(*(getattr(x, name) for x in (got, spoilt, want)), strict=True):
+            is_sound = b.isfinite().all(-1)
+            kinds |= set(is_sound.flatten().tolist())
+            torch.testing.assert_close(a[is_sound].double(), c[is_sound], rtol=0.05, atol=0.05)
+            a[is_sound] = torch.nan
+            assert not a.isfinite().all(-1).any()
+    assert kinds == {False, True}

@@ -6,48 +6,18 @@ TILEWRIGHT_BUNDLE nor the cache has are compiled first, seconds each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.problems import cumulative, random_batch, random_qkv
+from tests.launch.gpu import BF16, graphed, on_hopper, qkv
+from tests.problems import cumulative, random_batch
 from tests.tolerance import assert_forward_accurate
 from tilewright import attention, attention_varlen, explain
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="no GPU of compute capability 9.0",
-    ),
-]
-BF16 = torch.bfloat16
-
-
-@pytest.fixture
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Memory is NaN before it is written; lists how many times some was asked for."""
-    asked = []
-    empty = torch.empty
-
-    def poisoned_empty(*args: Any, **kwargs: Any) -> Tensor:
-        asked.append(1)
-        x = empty(*args, **kwargs)
-        return x.fill_(torch.nan) if x.is_floating_point() else x
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", poisoned_empty)
-        yield asked
-
-
-def qkv(
-    batch: int, rows: int, keys: int, heads: tuple[int, int] = (4, 2), dim: int = 128
-) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (x.cuda() for x in random_qkv(batch, rows, keys, heads, dim, BF16))
-    return q, k, v
+pytestmark = on_hopper
 
 
 def fa3(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -135,18 +105,6 @@ def test_gradients_are_those_of_the_portable_backward() -> None:
     ]
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b, rtol=0.02, atol=0.02 * b.abs().max().item())
-
-
-def graphed(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        function()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = function()
-    return graph, results
 
 
 def test_a_graph_is_captured_and_replayed_with_other_values() -> None:

@@ -65,6 +65,7 @@ def parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     add("--mask", type=_words, default=(), help="full, causal, window")
     add("--seqlen", type=_numbers, default=(), help="sequence lengths, as 512,8192")
     add("--without", type=_words, default=(), help="contenders to leave out, as flex,fa2")
+    add("--resume", action="store_true", help="leave out cases that ROOT has, and add to its files")
     add("--quick", action="store_true", help="seqlens 1k and 8k of the grid, and less time a case")
     add("--render", type=Path, metavar="FOLDER", help="make page and plots of its *.jsonl again")
     return made
@@ -144,13 +145,19 @@ def _on_gpu(asked: argparse.ArgumentParser, options: argparse.Namespace, screen:
         asked.error(f"--without {','.join(sorted(unknown))}: no such contender, or tilewright")
     ways = {name: way for name, way in CONTENDERS.items() if name not in options.without}
     directions = (FORWARD, BACKWARD) if options.direction == "both" else (options.direction,)
+    if options.resume and options.out is None:
+        asked.error("--resume: want --out ROOT, to go on with its files")
     output = Output(options.out, facts(options.command))
-    total = len(directions) * (len(chosen) + 1)
+    left = {}
+    for direction in directions:
+        there = output.resume(direction) if options.resume else set()
+        left[direction] = [case for case in chosen if cases.name(case) not in there]
+    total = sum(len(some) + 1 for some in left.values())
     done = iter(range(total))
     with power.sampler(torch.device("cuda", torch.cuda.current_device())) as watch:
         for direction in directions:
             records = run(
-                chosen,
+                left[direction],
                 direction,
                 lambda what: screen.progress(what, next(done), total),
                 watch,
@@ -185,6 +192,9 @@ def _show(records: Sequence[Any], screen: Screen) -> None:
     for direction in dict.fromkeys(cell.direction for cell in cells):
         rows = report.table([cell for cell in cells if cell.direction == direction])
         screen.table(f"TFLOP/s, {direction}", report.HEADER, rows)
+        if bound := report.table_deterministic([c for c in cells if c.direction == direction]):
+            title = f"TFLOP/s of tilewright, {direction}, bound to equal bits"
+            screen.table(title, report.HEADER_DETERMINISTIC, bound)
     screen.lines([*report.summary(records), *report.refusals(records)])
 
 

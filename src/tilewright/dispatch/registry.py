@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from tilewright import portable
-from tilewright.launch import fa3
+from tilewright.launch import fa3, fa3_backward
 from tilewright.operands import Gradients, Operands, Saved
 from tilewright.portable import fused
 from tilewright.problem import AttentionProblem
@@ -36,6 +36,8 @@ class Backend:
     # (problem, like) -> `forward` of that problem for operands with the shapes, strides, dtypes and
     # device of `like`, where such a one is faster.
     prepare: Prepare | None = None
+    # Why its backward cannot follow a forward that it can compute; another backend's does then.
+    why_not_backward: Callable[[AttentionProblem], str | None] = lambda problem: None
 
 
 BACKENDS: dict[str, Backend] = {
@@ -43,12 +45,12 @@ BACKENDS: dict[str, Backend] = {
     for backend in (
         Backend(
             name="fa3",
-            summary="FA-3's kernel for Hopper; its backward pass is that of 'portable', tiled "
-            "exact attention in plain PyTorch",
+            summary="FA-3's kernels for Hopper",
             why_not=fa3.why_not,
             forward=fa3.forward,
-            backward=partial(portable.backward, fuse=False),
+            backward=fa3_backward.backward,
             prepare=fa3.prepare,
+            why_not_backward=fa3_backward.why_not,
         ),
         Backend(
             name="cpu_fused",
@@ -84,3 +86,17 @@ def choose(problem: AttentionProblem, name: str | None = None) -> Backend:
             f"backend {name!r} cannot compute this call: {reason}. These can: {', '.join(able)}"
         )
     return BACKENDS[name]
+
+
+def choose_backward(problem: AttentionProblem, forward: Backend) -> tuple[Backend, dict[str, str]]:
+    """The backend whose backward follows `forward`, and why each that comes before it does not.
+
+    `forward`, which computes the problem, comes first, and then the others, best first.
+    """
+    rejected = {}
+    for backend in (forward, *BACKENDS.values()):
+        reason = backend.why_not(problem) or backend.why_not_backward(problem)
+        if reason is None:
+            return backend, rejected
+        rejected[backend.name] = reason
+    raise AssertionError(f"no backward for {problem}, where portable takes every problem")

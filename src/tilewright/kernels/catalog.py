@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from importlib import import_module
 from itertools import product
 from typing import Any
 
 from tilewright.kernels.sm90.fa3.spec import DTYPES, ForwardSpec
+from tilewright.kernels.sm90.fa3_backward.spec import BackwardSpec, RowsSpec
 
 FA3_FORWARD = "fa3_forward"
+FA3_PREPARE = "fa3_backward_prepare"
+FA3_BACKWARD = "fa3_backward"
+FA3_FINISH = "fa3_backward_finish"
+
+# The module of each family's kernel, and its class there.
+_SOURCES = {
+    FA3_FORWARD: ("fa3.kernel", "Forward"),
+    FA3_PREPARE: ("fa3_backward.prepare", "Prepare"),
+    FA3_BACKWARD: ("fa3_backward.kernel", "Backward"),
+    FA3_FINISH: ("fa3_backward.finish", "Finish"),
+}
 
 # How each pair of head dims is tiled. Measured on an H200 for 64, 128 and 256: docs/fa3.md.
 _TILES: dict[tuple[int, int], dict[str, Any]] = {
@@ -26,9 +40,26 @@ _COMMON = {"tile_q": 128, "tile_kv": 128, "ping_pong": False, "goes_ahead": True
 # Three warpgroups at head dim 64 win by their number where sequences are long, and lose by the rows
 # that a mask hides of a tile of 192 where they are short.
 _SHORT = {"k_stages": 4, "v_stages": 4, "q_in_registers": True, "stores_by_tma": True}
+# Where a right bound alone cuts the last blocks, the upper warpgroup may leave out what it hides.
+_CAUSAL: dict[tuple[int, int], dict[str, Any]] = {
+    (64, 64): {"ping_pong": False, "skips_hidden": True},
+    (192, 128): {"skips_hidden": True},
+    (256, 256): {"skips_hidden": True},
+}
 SHORT = 1536  # queries
 # A row's maximum may lag by so much, in log2, that P stays inside its dtype with room to spare.
 _THRESHOLD = {"float16": 14.0, "bfloat16": 24.0}
+# As _TILES, of the backward's main kernel. Measured for 64, 96 and 128. Over 128 tiles are 64x64, and
+# there are as many stages as fit.
+_BACKWARD_TILES: dict[tuple[int, int], dict[str, Any]] = {
+    (64, 64): {"keys_in_registers": True, "q_stages": 4, "do_stages": 3},
+    # Two warpgroups would make 48 columns of dQ each; shared memory swizzles 96 in groups of 32.
+    (96, 96): {"tile_kv": 64},
+    (128, 128): {},
+    (192, 128): {"tile_kv": 64, "q_stages": 3, "do_stages": 3},
+    (192, 192): {"tile_kv": 64, "q_stages": 3, "do_stages": 3},
+    (256, 256): {"tile_kv": 64, "q_stages": 2, "do_stages": 2},
+}
 
 
 @dataclass(frozen=True)
@@ -36,13 +67,14 @@ class Kernel:
     """One thing to compile."""
 
     family: str
-    spec: ForwardSpec
+    spec: Any  # the family's
     arch: str
 
     def trace(self) -> tuple[Any, tuple[Any, ...]]:
         """The function to compile and the fake operands to compile it with. Loads the DSL."""
-        module = import_module("tilewright.kernels.sm90.fa3.kernel")
-        return module.Forward(self.spec), module.fake_operands(self.spec)
+        name, of_kernel = _SOURCES[self.family]
+        module = import_module(f"tilewright.kernels.sm90.{name}")
+        return getattr(module, of_kernel)(self.spec), module.fake_operands(self.spec)
 
     def __str__(self) -> str:
         return f"{self.family}_{self.spec}"
@@ -51,9 +83,12 @@ class Kernel:
 def tiled(spec: ForwardSpec, seqlen_q: int) -> ForwardSpec:
     """`spec` with the tiles and mechanisms that were measured to be the fastest for it."""
     dims = spec.head_dim, spec.head_dim_v
-    is_bounded = spec.bounded_left or spec.bounded_right
-    is_short = is_bounded and seqlen_q <= SHORT or spec.has_softcap
+    is_short = spec.bounded_right and seqlen_q <= SHORT or spec.bounded_left
     how: dict[str, Any] = _COMMON | (_SHORT if dims == (64, 64) and is_short else _TILES[dims])
+    if spec.bounded_right and not spec.bounded_left and not (dims == (64, 64) and is_short):
+        how |= _CAUSAL.get(dims, {})
+    # Short packed sequences would wait for a ticket that is taken late.
+    how["takes_late"] = spec.bounded_right and not spec.packed
     if spec.has_softcap:
         # The tanh is long and rare; nobody has measured that going ahead of it pays.
         how |= {"goes_ahead": False}
@@ -62,10 +97,51 @@ def tiled(spec: ForwardSpec, seqlen_q: int) -> ForwardSpec:
     return replace(spec, **how)
 
 
+def tiled_backward(spec: BackwardSpec) -> BackwardSpec:
+    """The same for a main kernel of the backward."""
+    return replace(spec, **_BACKWARD_TILES[spec.head_dim, spec.head_dim_v])
+
+
 def kernels(arch: str) -> list[Kernel]:
     """Everything that the dispatcher may ask for on `arch`."""
     if arch != "sm_90a":
         return []
+    specs = [(FA3_FORWARD, spec) for spec in _forwards()]
+    specs += [(FA3_BACKWARD, spec) for spec in _backwards()]
+    for packed, dtype in product((False, True), DTYPES):
+        dims, dims_v = map(dict.fromkeys, zip(*_BACKWARD_TILES, strict=True))
+        specs += [(FA3_PREPARE, RowsSpec(dtype, dim, packed)) for dim in dims_v]
+        specs += [(FA3_FINISH, RowsSpec(dtype, dim, packed)) for dim in dims]
+    return [Kernel(family, spec, arch) for family, spec in specs]
+
+
+@lru_cache
+def smallest(arch: str, family: str, wanted: Any) -> Any:
+    """Of a family's kernels that do what the spec `wanted` does, the features of the one that does
+    the least: it may have larger head dims, bounds that `wanted` has not, or an order of sums that
+    it need not have. None if none does."""
+
+    def extent(spec: Any) -> tuple[Any, ...]:
+        dims_and_bounds = spec.head_dim, spec.head_dim_v, spec.bounded_left, spec.bounded_right
+        return *dims_and_bounds, getattr(spec, "deterministic", False)
+
+    def rest(spec: Any) -> Any:
+        free = {"head_dim": 0, "head_dim_v": 0, "bounded_left": False, "bounded_right": False}
+        if hasattr(spec, "deterministic"):
+            free["deterministic"] = False
+        return replace(spec.features, **free)
+
+    able = (
+        kernel.spec.features
+        for kernel in kernels(arch)
+        if kernel.family == family
+        and all(a >= b for a, b in zip(extent(kernel.spec), extent(wanted), strict=True))
+        and rest(kernel.spec) == rest(wanted)
+    )
+    return min(able, key=extent, default=None)
+
+
+def _forwards() -> Iterable[ForwardSpec]:
     features = (
         ForwardSpec(dtype, *dims, *mask, has_softcap, packed)
         for dims, dtype, packed, (mask, has_softcap) in product(
@@ -73,7 +149,18 @@ def kernels(arch: str) -> list[Kernel]:
         )
     )
     specs = (tiled(spec, length) for spec in features for length in (SHORT, SHORT + 1))
-    return [Kernel(FA3_FORWARD, spec, arch) for spec in dict.fromkeys(specs)]
+    return dict.fromkeys(specs)
+
+
+def _backwards() -> Iterable[BackwardSpec]:
+    return (
+        tiled_backward(BackwardSpec(dtype, *dims, *mask, has_softcap, packed, deterministic))
+        for dims, dtype, packed, (mask, has_softcap), deterministic in product(
+            _BACKWARD_TILES, DTYPES, (False, True), _SCORINGS, (False, True)
+        )
+        # A softcap is rare: its kernel always sums in order.
+        if deterministic or not has_softcap
+    )
 
 
 # Masks by their bounded sides. A softcap is rare: its kernel takes both bounds, whatever they are.

@@ -1,8 +1,4 @@
-"""Launches the FA-3 forward kernel: what it can compute, and how operands reach it.
-
-The kernel reads and writes through TMA, whose rows are contiguous, 16-byte aligned, and 16 bytes or
-multiples of that apart; operands that are not so are copied once.
-"""
+"""Launches the FA-3 forward kernel: what it can compute, and how operands reach it."""
 
 from __future__ import annotations
 
@@ -18,14 +14,13 @@ from tilewright import jit
 from tilewright.kernels import catalog
 from tilewright.kernels.sm90.fa3.spec import ForwardSpec
 from tilewright.launch import device
+from tilewright.launch.readable import MULTIPLE, for_tma, in_a_row, is_aligned, legal_strides
 from tilewright.masks import Mask
 from tilewright.operands import Operands
 from tilewright.problem import AttentionProblem
 
 CAPABILITY, ARCH = (9, 0), "sm_90a"
 DTYPES = ("float16", "bfloat16")
-ALIGNMENT = 16  # bytes, of TMA
-MULTIPLE = 8  # elements of these dtypes in that
 LARGEST_DIM = 256
 # Positions are int32, and a bound on either side must not carry them out of it.
 LONGEST = NO_BOUND = 1 << 30
@@ -73,30 +68,19 @@ def _why_not_so(problem: AttentionProblem) -> str | None:
 
 def kernel(problem: AttentionProblem) -> catalog.Kernel:
     """The kernel for a problem that `_why_not_so` does not object to."""
-    mask = _mask(problem)
-    smallest = _smallest(
-        (problem.dtype, problem.layout == "varlen", problem.scoring.softcap is not None),
-        (problem.head_dim, problem.head_dim_v, mask.left is not None, mask.right is not None),
-    )
+    smallest = catalog.smallest(ARCH, catalog.FA3_FORWARD, ForwardSpec(*features(problem)))
     spec = catalog.tiled(smallest, problem.seqlen_q)
     return catalog.Kernel(catalog.FA3_FORWARD, spec, ARCH)
 
 
-@lru_cache
-def _smallest(same: tuple[Any, ...], at_least: tuple[Any, ...]) -> ForwardSpec:
-    """Of the kernels that do all that is wanted, the features of the one that does the least."""
-
-    def does(spec: ForwardSpec) -> tuple[Any, ...]:
-        return spec.head_dim, spec.head_dim_v, spec.bounded_left, spec.bounded_right
-
-    able = (
-        kernel.spec.features
-        for kernel in catalog.kernels(ARCH)
-        if kernel.family == catalog.FA3_FORWARD
-        and (kernel.spec.dtype, kernel.spec.packed, kernel.spec.has_softcap) == same
-        and all(have >= want for have, want in zip(does(kernel.spec), at_least, strict=True))
+def features(problem: AttentionProblem) -> tuple[Any, ...]:
+    """What a kernel has to compute: the first fields of a forward's spec, and of a backward's."""
+    mask = _mask(problem)
+    return (
+        *(problem.dtype, problem.head_dim, problem.head_dim_v),
+        *(mask.left is not None, mask.right is not None),
+        *(problem.scoring.softcap is not None, problem.layout == "varlen"),
     )
-    return min(able, key=does)
 
 
 def _mask(problem: AttentionProblem) -> Mask:
@@ -113,18 +97,14 @@ Launch = Callable[[Sequence[Any], Tensor, Tensor], None]
 
 @lru_cache(maxsize=4096)
 def _launch(problem: AttentionProblem, where: torch.device, used: int) -> Launch:
-    """`used` has bit 0 for a seqused_q and bit 1 for a seqused_k."""
-    mask, scoring = _mask(problem), problem.scoring
-    left, right = (NO_BOUND if x is None else min(x, NO_BOUND) for x in (mask.left, mask.right))
-    run = jit.load(kernel(problem))
-    scale, softcap = abs(float(scoring.scale)) or 1.0, float(scoring.softcap or 0.0)
-    rest = (scale, softcap, left, right, used, device.processors(where))
+    """`used` as `used_lengths` has it."""
+    run, rest = jit.load(kernel(problem)), scalars(problem, where, used)
 
     def launch(operands: Sequence[Any], out: Tensor, lse: Tensor) -> None:
         if device.current() != where.index:
             with torch.cuda.device(where):
                 return launch(operands, out, lse)
-        q, k, v, sink, bounds_q, bounds_k, used_q, used_k, _ = operands
+        q, k, v, sink = operands[:4]
         # TVM FFI takes the stream from PyTorch: the current one of the device that q is on.
         run(
             q,
@@ -133,11 +113,7 @@ def _launch(problem: AttentionProblem, where: torch.device, used: int) -> Launch
             out,
             lse,
             device.no_sink(where, out.shape[-2]) if sink is None else sink,
-            bounds_q,
-            bounds_k,
-            # `used` tells that one is not there; some tensor has to stand in for it.
-            bounds_q if used_q is None else used_q,
-            bounds_k if used_k is None else used_k,
+            *lengths(operands),
             device.tile_counter(where),
             *rest,
         )
@@ -145,7 +121,30 @@ def _launch(problem: AttentionProblem, where: torch.device, used: int) -> Launch
     return launch
 
 
-def _used(operands: Operands) -> int:
+def scalars(problem: AttentionProblem, where: torch.device, used: int) -> tuple[Any, ...]:
+    """scale, softcap, the mask's bounds, `used` and the CTAs, as forward and backward take them."""
+    mask, scoring = _mask(problem), problem.scoring
+    left, right = (NO_BOUND if x is None else min(x, NO_BOUND) for x in (mask.left, mask.right))
+    scale, softcap = abs(float(scoring.scale)) or 1.0, float(scoring.softcap or 0.0)
+    return scale, softcap, left, right, used, device.processors(where)
+
+
+def lengths(operands: Sequence[Any]) -> tuple[Any, ...]:
+    """cu_seqlens and seqused as the kernels take them, None for dense calls.
+
+    `used_lengths` tells that a seqused is not there; some tensor has to stand in for it.
+    """
+    bounds_q, bounds_k, used_q, used_k = operands[4:8]
+    return (
+        bounds_q,
+        bounds_k,
+        bounds_q if used_q is None else used_q,
+        bounds_k if used_k is None else used_k,
+    )
+
+
+def used_lengths(operands: Operands) -> int:
+    """Bit 0 for a seqused_q, bit 1 for a seqused_k."""
     return (operands.seqused_q is not None) + 2 * (operands.seqused_k is not None)
 
 
@@ -162,7 +161,7 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tens
         return out, lse
     if problem.batch == 0 or 0 in operands.k.shape:
         return _without_keys(problem, operands, out, lse)
-    _launch(problem, q.device, _used(operands))(_readable(problem, operands), out, lse)
+    _launch(problem, q.device, used_lengths(operands))(readable(problem, operands), out, lse)
     return out, lse
 
 
@@ -179,11 +178,11 @@ def prepare(
     is_empty = problem.batch == 0 or 0 in of_out or 0 in like.k.shape
     if is_empty or problem.scoring.scale <= 0 or not _has_readable_strides(like):
         return lambda operands: forward(problem, Operands(*operands))
-    launch = _launch(problem, where, _used(like))
+    launch = _launch(problem, where, used_lengths(like))
 
     def run(operands: Sequence[Any]) -> tuple[Tensor, Tensor]:
         q, k, v = operands[:3]
-        if not (_is_aligned(q) and _is_aligned(k) and _is_aligned(v)):
+        if not (is_aligned(q) and is_aligned(k) and is_aligned(v)):
             return forward(problem, Operands(*operands))
         out = torch.empty(*of_out, dtype=dtype, device=where)
         lse = torch.empty(*of_lse, dtype=torch.float32, device=where)
@@ -211,72 +210,32 @@ def _without_keys(
     # Which rows have the sink for an lse, and which belong to no sequence, the kernel knows.
     k, v = (x.new_zeros(1, *x.shape[1:]) for x in (operands.k, operands.v))
     with_keys = operands._replace(k=k, v=v)
-    _launch(problem, out.device, _used(operands))(_readable(problem, with_keys), out, lse)
+    _launch(problem, out.device, used_lengths(operands))(readable(problem, with_keys), out, lse)
     return out, lse
 
 
-def _readable(problem: AttentionProblem, operands: Operands) -> Operands:
-    """The same values where the kernel can read them; what it cannot read is copied."""
-    q, k, v, sink, *lengths = operands
+def readable(problem: AttentionProblem, operands: Operands) -> Operands:
+    """The operands as the kernels take them, forward and backward: q times the sign of scale."""
+    q, k, v, sink, *rest = operands
     scale = problem.scoring.scale
     if scale <= 0:
         # The kernel takes the maximum of a row before it scales, and a hidden key for -inf, so its
         # scale is positive. The sign goes into q, and so does a scale of 0.
         q = -q if scale < 0 else q * 0
     return Operands(
-        _for_tma(q),
-        _for_tma(k),
-        _for_tma(v),
-        None if sink is None else _in_a_row(sink.to(torch.float32)),
-        *(None if x is None else _in_a_row(x) for x in lengths),
+        for_tma(q),
+        for_tma(k),
+        for_tma(v),
+        None if sink is None else in_a_row(sink.to(torch.float32)),
+        *(None if x is None else in_a_row(x) for x in rest),
     )
-
-
-def _is_aligned(x: Tensor) -> bool:
-    return x.data_ptr() % ALIGNMENT == 0
 
 
 def _has_readable_strides(operands: Operands) -> bool:
-    """Whether `_readable` changes nothing about the memory of operands that are aligned."""
-    q, k, v, sink, *lengths = operands
+    """Whether `readable` changes nothing about the memory of operands that are aligned."""
+    q, k, v, sink, *rest = operands
     return (
-        all(_legal_strides(x.shape, x.stride()) == x.stride() for x in (q, k, v))
+        all(legal_strides(x.shape, x.stride()) == x.stride() for x in (q, k, v))
         and (sink is None or sink.dtype == torch.float32)
-        and all(x is None or x.stride() == (1,) for x in (sink, *lengths))
+        and all(x is None or x.stride() == (1,) for x in (sink, *rest))
     )
-
-
-def _for_tma(x: Tensor) -> Tensor:
-    legal = _legal_strides(x.shape, x.stride())
-    if legal is None or not _is_aligned(x) or x.is_neg():
-        return _copy(x)
-    return x if legal == x.stride() else x.as_strided(x.shape, legal)
-
-
-def _in_a_row(x: Tensor) -> Tensor:
-    return _copy(x) if x.stride() != (1,) or x.is_neg() else x
-
-
-def _copy(x: Tensor) -> Tensor:
-    # Tensor.contiguous returns the tensor itself if only its address, or the stride of a
-    # dimension of size 1, is illegal. A copy of what is negated lazily has the values themselves.
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-@lru_cache(maxsize=4096)
-def _legal_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Strides that reach the same elements and that TMA takes; None if there are none.
-
-    A dimension of size 1 is never stepped along, yet its stride must be legal.
-    """
-    *outer, last = strides
-    sizes = shape[:-1]
-    legal = [
-        MULTIPLE if size == 1 and not _is_legal(x) else x
-        for size, x in zip(sizes, outer, strict=True)
-    ]
-    return (*legal, 1) if last == 1 and all(map(_is_legal, legal)) else None
-
-
-def _is_legal(stride: int) -> bool:
-    return stride > 0 and stride % MULTIPLE == 0

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from tilewright.bench.gpu.cases import TOKENS, Choice, cases, documents, flops, grid, name, others
+from tilewright.bench.gpu.cases import (
+    TOKENS,
+    Choice,
+    cases,
+    documents,
+    flops,
+    grid,
+    is_timed_deterministic,
+    name,
+    others,
+)
 from tilewright.masks import Mask
 
 
@@ -50,6 +60,14 @@ def test_documents_fill_the_tokens_and_are_the_same_every_time() -> None:
         assert sum(case.lengths) == TOKENS and case.seqlen_q == max(case.lengths)
         pairs = sum(length**2 for length in case.lengths) / 2
         assert flops(case) == 4 * pairs * 128 * case.heads_q
+
+
+def test_a_few_cells_are_timed_deterministic_of_each_head_dim_and_mask() -> None:
+    chosen = [case for case in cases() if is_timed_deterministic(case)]
+    assert 12 <= len(chosen) <= 16
+    assert {(case.head_dim, case.mask) for case in chosen} == {
+        (case.head_dim, case.mask) for case in grid()
+    }
 
 
 def test_a_choice_takes_the_cases_that_pass_all_of_it() -> None:

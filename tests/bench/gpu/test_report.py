@@ -69,6 +69,23 @@ def test_a_second_run_replaces_the_file_of_its_pass_only(tmp_path: Path) -> None
     assert [len(read([path])) for path in sorted(folder.glob("*.jsonl"))] == [1, 1]
 
 
+def test_a_run_that_was_cut_short_goes_on(tmp_path: Path) -> None:
+    def begun(case: str) -> Record:
+        return Record(case, "backward", "tilewright", tflops=1.0, machine=MACHINE)
+
+    made = output.Output(tmp_path, MACHINE)
+    assert made.resume("backward") == set()
+    whole = [begun("whole"), replace(begun("whole"), contender="cublas")]
+    for record in [*whole, replace(whole[1], name="ceilings"), begun("cut")]:
+        made.add(record, "backward")
+    made = output.Output(tmp_path, MACHINE)
+    assert made.resume("backward") == {"whole"}
+    made.add(replace(begun("cut"), tflops=2.0), "backward")
+    assert made.records == read([tmp_path / "imaginary-gpu-9000" / "backward.jsonl"])
+    speeds = {cell.name: cell.tflops("tilewright") for cell in report.cells(made.records)}
+    assert speeds == {"whole": 1.0, "cut": 2.0}
+
+
 def test_nothing_is_written_without_a_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     made = output.Output(None, MACHINE)
@@ -86,6 +103,24 @@ def test_ratios_are_to_the_best_peer_and_to_cublas() -> None:
     row = rows["window 64:8 d64 w1024 8k"]
     assert row[-3] == DASH and row[-2] == f"{600 / 500:.2f}"
     assert all(len(row) == len(report.HEADER) for row in rows.values())
+
+
+def test_deterministic_speed_is_told_as_a_share_of_the_usual() -> None:
+    records = [
+        Record("a", "backward", "tilewright", tflops=400.0, machine=MACHINE),
+        Record("a", "backward", "deterministic", tflops=300.0, machine=MACHINE),
+        Record("b", "backward", "tilewright", tflops=400.0, machine=MACHINE),
+        Record("b", "backward", "deterministic", why_none="too slow", machine=MACHINE),
+        Record("c", "backward", "tilewright", tflops=400.0, machine=MACHINE),
+        Record("c", "backward", "fa4", tflops=200.0, machine=MACHINE),
+    ]
+    rows = report.table_deterministic(report.cells(records))
+    assert rows == [("a", "400", "300", "0.75"), ("b", "400", DASH, DASH)]
+    page = report.markdown(records)
+    assert "| a | 400 | 300 | 0.75 |" in page
+    assert "backward, deterministic to as it comes: 0.75 to 0.75, median 0.75" in page
+    assert "backward, to the best peer: 2.00 to 2.00, median 2.00" in page
+    assert "tilewright, deterministic: too slow (b backward)" in page
 
 
 def test_a_case_without_ours_or_without_peers_has_no_ratio() -> None:
@@ -173,6 +208,13 @@ def test_the_command_runs_what_was_chosen(tmp_path: Path, monkeypatch: pytest.Mo
         assert {r.direction for r in found} == {direction}
         assert found[0].machine["command"].startswith("python -m tilewright.bench --pass both")
     assert "## Backward" in (folder / "README.md").read_text()
+    cublas = Record("grid d128 full 512", "forward", "cublas", machine=MACHINE)
+    with (folder / "forward.jsonl").open("a") as file:
+        file.write(cublas.to_json() + "\n")
+    again = ["--cases", "grid", "--seconds", "0.5", "--without", "flex", "--out", str(tmp_path)]
+    command.main([*arguments[2:], *again, "--resume"])
+    names = [r.name for r in read([folder / "forward.jsonl"])]
+    assert names == ["grid d128 full 512", "grid d128 full 8k"] * 2  # its cuBLAS, then the rest
 
 
 @pytest.mark.parametrize("arguments", [["--render", "nowhere"], ["--pass", "sideways"]])

@@ -123,6 +123,72 @@ def test_what_is_wrong_or_refused_has_a_reason_and_no_time(on_cpu: None) -> None
     assert all(records[name].ms is None for name in ("cudnn", "fa2", "flex", "fa4"))
 
 
+GRID = Case("grid", "bfloat16", 1024, 1024, 1, 1, 64, Mask.causal(), 1)
+
+
+def test_a_backward_pass_is_also_timed_bound_to_equal_bits(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways = {"tilewright": contenders.ours}
+    found = {r.contender: r for r in run.run_case(GRID, "backward", plan=Plan(0.0), ways=ways)}
+    assert list(found) == ["tilewright", "deterministic", "cublas"]
+    bound = found["deterministic"]
+    assert bound.tflops == 2.5 * 4 * 1024**2 * 64 / 2 / 2.0 / 1e9 and bound.why_none is None
+    assert "cpu_fused (" in (found["tilewright"].backend or "")
+    forward = run.run_case(GRID, "forward", plan=Plan(0.0), ways=ways)
+    assert "deterministic" not in {r.contender for r in forward}
+    other = run.run_case(CASES[0], "backward", plan=Plan(0.0), ways=ways)
+    assert "deterministic" not in {r.contender for r in other}
+
+    calls: list[int] = []
+
+    def restless(case: Case, operands: Operands) -> Attend:
+        """Other bits of dq each time, by less than its rounding to bfloat16 may be off."""
+
+        def spoil(grad: Tensor) -> Tensor:
+            calls.append(1)
+            return grad * (1.0 + 2.0**-8 * (len(calls) % 2))
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q = q * 1.0
+            q.register_hook(spoil)
+            return contenders.ours(case, operands)(q, k, v)
+
+        return attend
+
+    monkeypatch.setattr(run, "ours_deterministic", restless)
+    found = {r.contender: r for r in run.run_case(GRID, "backward", plan=Plan(0.0), ways=ways)}
+    assert found["deterministic"].ms is None
+    assert found["deterministic"].why_none == "wrong: a second run gave other bits"
+
+
+def test_who_raises_while_it_is_timed_is_left_out_and_the_others_go_on(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def tires(case: Case, operands: Operands) -> Attend:
+        def attend(*inputs: Tensor) -> Tensor:
+            calls.append(1)
+            if len(calls) > 3:
+                raise RuntimeError("out of breath")
+            return contenders.ours(case, operands)(*inputs)
+
+        return attend
+
+    def clock(run: Callable[[], object], launches: int) -> float:
+        run()
+        return 2.0
+
+    monkeypatch.setattr(run, "cuda_clock", clock)
+    ways = {"tilewright": contenders.ours, "fa4": tires}
+    found = {r.contender: r for r in run.run_case(CASES[0], "forward", plan=Plan(0.0), ways=ways)}
+    assert len(calls) == 4
+    assert found["tilewright"].ms == found["cublas"].ms == 2.0
+    assert found["fa4"].ms is None
+    assert found["fa4"].why_none == "while timed: RuntimeError: out of breath"
+
+
 def test_a_run_has_the_host_time_the_ceilings_and_every_case(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
@@ -23,6 +24,7 @@ from tilewright.bench.cases import Case
 from tilewright.masks import Mask
 
 OURS = "tilewright"
+DETERMINISTIC = "deterministic"  # ours, bound to equal bits; no peer of anyone's
 
 
 class Refused(Exception):
@@ -72,11 +74,19 @@ def ours(case: Case, operands: Operands) -> Attend:
     return partial(_our_function(case), **_our_options(case, operands))
 
 
-def our_backend(case: Case, operands: Operands) -> str:
-    """The path that ours takes, so that a portable one is not taken for a kernel."""
+def ours_deterministic(case: Case, operands: Operands) -> Attend:
+    return partial(_our_function(case), **_our_options(case, operands), deterministic=True)
+
+
+def our_path(case: Case, operands: Operands, direction: str) -> str:
+    """The path that ours takes, so that a portable one is not taken for a kernel.
+
+    A backend may have kernels of its own for one pass only, which its summary tells.
+    """
     options = _our_options(case, operands)
     positional = [options.pop(name) for name in ("cu_seqlens_q", "cu_seqlens_k") if name in options]
-    return tilewright.explain(*operands.inputs, *positional, **options).backend
+    told = tilewright.explain(*operands.inputs, *positional, **options)
+    return told.backend if direction == "forward" else f"{told.backend} ({told.summary})"
 
 
 def _our_function(case: Case) -> Callable[..., Any]:
@@ -163,6 +173,8 @@ def flex(case: Case, operands: Operands) -> Attend:
     mask = None
     if case.mask != Mask.full():
         mask = create_block_mask(sees, None, None, tokens, tokens, device=str(device))
+    # A graph that several backward passes go through keeps its buffers.
+    functorch_config.donated_buffer = False
     torch.compiler.reset()  # else the ninth shape would run uncompiled
     compiled: Any = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     options = {"block_mask": mask, "enable_gqa": case.heads_q != case.heads_k}

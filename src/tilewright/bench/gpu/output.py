@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tilewright.bench.gpu import plots, report
-from tilewright.bench.gpu.records import Record
+from tilewright.bench.gpu.records import CEILINGS, CUBLAS, Record, read
 from tilewright.machine import describe
 
 PEERS = ("flash-attn-4", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi")
@@ -29,17 +29,32 @@ class Output:
         self.folder = None if root is None else root / slug(facts["gpu"])
         self._begun: set[str] = set()
 
+    def resume(self, direction: str) -> set[str]:
+        """Take up an earlier run's file, and name the cases that it has whole."""
+        path = self._file(direction)
+        if path is None or not path.exists():
+            return set()
+        earlier = read([path])
+        self.records += earlier
+        self._begun.add(direction)
+        # cuBLAS comes last in a case.
+        return {r.name for r in earlier if r.contender == CUBLAS and r.name != CEILINGS}
+
     def add(self, record: Record, direction: str) -> None:
         """At once, so that a run that is cut short keeps what it has measured."""
         record = replace(record, machine=self.facts)
         self.records.append(record)
-        if self.folder is None:
+        path = self._file(direction)
+        if path is None:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         mode = "a" if direction in self._begun else "w"
         self._begun.add(direction)
-        with (self.folder / f"{direction}.jsonl").open(mode, encoding="utf-8") as file:
+        with path.open(mode, encoding="utf-8") as file:
             file.write(record.to_json() + "\n")
+
+    def _file(self, direction: str) -> Path | None:
+        return None if self.folder is None else self.folder / f"{direction}.jsonl"
 
     def finish(self) -> None:
         if self.folder is not None:

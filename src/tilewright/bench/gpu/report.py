@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tilewright.bench.gpu.contenders import CONTENDERS, OURS
+from tilewright.bench.gpu.contenders import CONTENDERS, DETERMINISTIC, OURS
 from tilewright.bench.gpu.records import CEILINGS, COPY, CUBLAS, HOST, Record
 
 TITLES = {
     OURS: "tilewright",
+    DETERMINISTIC: "tilewright, deterministic",
     "cudnn": "cuDNN",
     "fa2": "FA-2",
     "flex": "FlexAttention",
@@ -20,6 +21,7 @@ TITLES = {
 }
 PEERS = [name for name in CONTENDERS if name != OURS]
 HEADER = ("problem", *(TITLES[name] for name in CONTENDERS), "to best peer", "to cuBLAS")
+HEADER_DETERMINISTIC = ("problem", "as it comes", "deterministic", "ratio")
 
 _LEGEND = """\
 TFLOP/s of each contender, from the median of CUDA events, in one process and in turns, on random
@@ -28,6 +30,10 @@ FlashAttention's papers do: 4 x seqlen^2 x dim x heads x batch, half of it for c
 that for a backward pass. *To best peer* and *to cuBLAS* are ratios within one alternation: above 1,
 tilewright is faster. cuBLAS multiplies 8192 x 8192 matrices in bfloat16. Every result was compared
 with float32 before it was timed. A dash is a case that a contender refused; why stands below.
+"""
+
+_DETERMINISTIC = """\
+With `deterministic=True`, in the same alternation; that two runs give the same bits was checked.
 """
 
 
@@ -46,6 +52,12 @@ class Cell:
     @property
     def best_peer(self) -> float | None:
         return max((x for name in PEERS if (x := self.tflops(name)) is not None), default=None)
+
+    @property
+    def slowdown(self) -> float | None:
+        """Deterministic speed as a share of ours as it comes."""
+        ours, bound = self.tflops(OURS), self.tflops(DETERMINISTIC)
+        return None if ours is None or bound is None else bound / ours
 
     def ratio(self, other: float | None) -> float | None:
         ours = self.tflops(OURS)
@@ -73,22 +85,29 @@ def table(cells: Sequence[Cell]) -> list[tuple[str, ...]]:
     ]
 
 
+def table_deterministic(cells: Sequence[Cell]) -> list[tuple[str, ...]]:
+    """TFLOP/s of ours as it comes and bound to equal bits, where that was timed."""
+    return [
+        (
+            cell.name,
+            _number(cell.tflops(OURS), ".0f"),
+            _number(cell.tflops(DETERMINISTIC), ".0f"),
+            _number(cell.slowdown, ".2f"),
+        )
+        for cell in cells
+        if DETERMINISTIC in cell.records
+    ]
+
+
 def summary(records: Sequence[Record]) -> list[str]:
     """The ratios, the ceilings, the clock and the power, the host's time, in a line each."""
     every = cells(records)
     lines = []
     for direction in dict.fromkeys(cell.direction for cell in every):
-        ratios = [
-            x
-            for cell in every
-            if cell.direction == direction
-            if (x := cell.ratio(cell.best_peer)) is not None
-        ]
-        if ratios:
-            low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
-            lines.append(
-                f"{direction}, to the best peer: {low:.2f} to {high:.2f}, median {middle:.2f}"
-            )
+        chosen = [cell for cell in every if cell.direction == direction]
+        lines += _range(f"{direction}, to the best peer", [c.ratio(c.best_peer) for c in chosen])
+        slowdowns = [cell.slowdown for cell in chosen]
+        lines += _range(f"{direction}, deterministic to as it comes", slowdowns)
     lines += _ceilings(records)
     of_host = {r.contender: r.ms for r in records if r.name == HOST and r.ms}
     if of_host:
@@ -120,12 +139,21 @@ def markdown(records: Sequence[Record], plots: Sequence[str] = ()) -> str:
     every = cells(records)
     for direction in dict.fromkeys(cell.direction for cell in every):
         chosen = [cell for cell in every if cell.direction == direction]
-        rows = [HEADER, ("---", *["---:"] * (len(HEADER) - 1)), *table(chosen)]
-        parts.append(f"## {direction.capitalize()}")
-        parts.append("\n".join(f"| {' | '.join(row)} |" for row in rows))
+        parts += [f"## {direction.capitalize()}", _grid(HEADER, table(chosen))]
+        if bound := table_deterministic(chosen):
+            parts += [_DETERMINISTIC.rstrip(), _grid(HEADER_DETERMINISTIC, bound)]
     if reasons := refusals(records):
         parts += ["## Without a time", _bullets(reasons)]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _range(what: str, values: Sequence[float | None]) -> list[str]:
+    """One line, or none where there is no value."""
+    found = [x for x in values if x is not None]
+    if not found:
+        return []
+    low, middle, high = min(found), statistics.median(found), max(found)
+    return [f"{what}: {low:.2f} to {high:.2f}, median {middle:.2f}"]
 
 
 def _ceilings(records: Sequence[Record]) -> list[str]:
@@ -140,6 +168,11 @@ def _ceilings(records: Sequence[Record]) -> list[str]:
         mhz, watts = (statistics.median(values) for values in zip(*loads, strict=True))
         lines.append(f"under tilewright's load, in the median: {mhz:.0f} MHz, {watts:.0f} W")
     return lines
+
+
+def _grid(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ("---", *["---:"] * (len(header) - 1)), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _number(value: Any, form: str) -> str:

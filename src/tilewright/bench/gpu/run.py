@@ -14,9 +14,10 @@ from torch.nn.functional import scaled_dot_product_attention
 import tilewright
 from tilewright.bench.cases import Case
 from tilewright.bench.gpu import check
-from tilewright.bench.gpu.cases import flops, name
+from tilewright.bench.gpu.cases import flops, is_timed_deterministic, name
 from tilewright.bench.gpu.contenders import (
     CONTENDERS,
+    DETERMINISTIC,
     OURS,
     Attend,
     Operands,
@@ -24,7 +25,8 @@ from tilewright.bench.gpu.contenders import (
     Way,
     draw,
     heads_first,
-    our_backend,
+    our_path,
+    ours_deterministic,
 )
 from tilewright.bench.gpu.records import CEILINGS, COPY, CUBLAS, HOST, Record
 from tilewright.bench.timing import (
@@ -81,21 +83,23 @@ def run_case(
     wanted = check.expected(case, operands, direction)
     runs: dict[str, Run] = {}
     records = []
+    if direction == "backward" and is_timed_deterministic(case):
+        ways = {**ways, DETERMINISTIC: ours_deterministic}
     for contender, way in ways.items():
         run, record = prepare((contender, way), case, operands, direction, wanted)
         records.append(record)
         if run is not None:
             runs[contender] = run
     del wanted
-    timings = alternate({**runs, CUBLAS: matmul()}, plan, cuda_clock, watch)
+    timings, broken = in_turns({**runs, CUBLAS: matmul()}, plan, watch)
+    records.append(Record(name(case), direction, CUBLAS, case.to_dict()))
     for record in records:
-        timing = timings.get(record.contender)
-        yield record if timing is None else timed(record, timing, flops(case, direction))
-    yield timed(
-        replace(records[0], contender=CUBLAS, error=None, backend=None, why_none=None),
-        timings[CUBLAS],
-        2 * MATMUL**3,
-    )
+        contender = record.contender
+        if contender in timings:
+            work = 2 * MATMUL**3 if contender == CUBLAS else flops(case, direction)
+            yield timed(record, timings[contender], work)
+        else:
+            yield replace(record, why_none=broken.get(contender, record.why_none))
 
 
 def prepare(
@@ -108,9 +112,11 @@ def prepare(
         warnings.simplefilter("always")
         try:
             run = computation(way(case, operands), operands, direction)
-            error = check.error(run(), wanted, direction)
+            results = run()
+            error = check.error(results, wanted, direction)
+            is_repeatable = contender != DETERMINISTIC or equal_bits(results, run())
             if contender == OURS:
-                record = replace(record, backend=our_backend(case, operands))
+                record = replace(record, backend=our_path(case, operands, direction))
         except Refused as refusal:
             return None, replace(record, why_none=str(refusal))
         except Exception as failure:  # of any library, in any way of its own
@@ -122,7 +128,44 @@ def prepare(
             f"wrong: relative error {error:.1e}, at the most {check.bound(direction):.1e} is right"
         )
         return None, replace(record, why_none=why)
+    if not is_repeatable:
+        return None, replace(record, why_none="wrong: a second run gave other bits")
     return run, record
+
+
+class Broken(Exception):
+    """A contender raised while it was timed; the cause is what it raised."""
+
+
+def in_turns(
+    runs: Mapping[str, Run], plan: Plan, watch: Watch | None
+) -> tuple[dict[str, Timing], dict[str, str]]:
+    """Timings of the contenders that got through, and the reasons of those that raised.
+
+    Once one has raised, the others start anew without it, so that all have met the same rounds.
+    """
+
+    def guarded(contender: str) -> Run:
+        def run() -> object:
+            try:
+                return runs[contender]()
+            except Exception as failure:  # of any library, in any way of its own
+                raise Broken(contender) from failure
+
+        return run
+
+    broken: dict[str, str] = {}
+    while True:
+        left = {contender: guarded(contender) for contender in runs if contender not in broken}
+        try:
+            return alternate(left, plan, cuda_clock, watch), broken
+        except Broken as stop:
+            torch.cuda.synchronize()  # raises if the device itself is spoilt
+            broken[stop.args[0]] = f"while timed: {reason(stop.__cause__, ())}"
+
+
+def equal_bits(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def computation(
@@ -141,7 +184,7 @@ def computation(
     return lambda: torch.autograd.grad(out, leaves, operands.dout, retain_graph=True)
 
 
-def reason(failure: Exception, said: Sequence[warnings.WarningMessage]) -> str:
+def reason(failure: BaseException | None, said: Sequence[warnings.WarningMessage]) -> str:
     """The first lines of what a library raised and warned of, where SDPA gives its reasons."""
     lines = [f"{type(failure).__name__}: {failure}", *(str(entry.message) for entry in said)]
     firsts = [line.strip().splitlines()[0][:200] for line in lines if line.strip()]

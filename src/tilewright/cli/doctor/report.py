@@ -77,9 +77,10 @@ def _paths(machine: Machine, verdicts: Sequence[Verdict]) -> Table:
     for case, of_case in groupby(verdicts, key=lambda verdict: verdict.case):
         answers: dict[tuple[str, str], list[str]] = {}
         for verdict in of_case:
-            rejected = verdict.explanation.rejected.items()
-            reasons = "\n".join(f"{name}: {reason}" for name, reason in rejected)
-            answers.setdefault((verdict.explanation.backend, reasons), []).append(verdict.dtype)
+            explanation = verdict.explanation
+            lines = [f"{name}: {reason}" for name, reason in explanation.rejected.items()]
+            reasons = "\n".join(lines + explanation.of_backward())
+            answers.setdefault((explanation.backend, reasons), []).append(verdict.dtype)
         for (backend, reasons), dtypes in answers.items():
             about = Text.assemble(case, "\n", (", ".join(dtypes), "dim"))
             table.add_row(about, Text(backend, style="cyan"), Text(reasons))

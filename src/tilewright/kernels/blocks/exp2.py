@@ -7,22 +7,28 @@ error with p(0) = 1 pinned: 8.8e-5, which bf16 rounds away in all but 1 % of the
 
 from __future__ import annotations
 
+import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from tilewright.kernels.blocks.arithmetic import add_rounded_down, fma, fmax
+from tilewright.kernels.blocks.arithmetic import add_rounded_down, fma
 
 COEFFICIENTS = (0.077119089663, 0.227564394474, 0.695146143436, 1.0)  # highest degree first
 MAGIC = 12582912.0  # 2^23 + 2^22: adding it leaves floor(x) in the low bits of the mantissa
 LOWEST = -127.0  # below, the exponent would wrap around
+ONE = 0x3F800000  # the bits of 1.0
 
 
 def exp2_by_polynomial(x: Float32) -> Float32:
-    """2^x for x up to 126. A NaN becomes 2^-127: it must be seen elsewhere."""
-    x = fmax(x, LOWEST)
+    """2^x for x up to 127; 0 below -126; NaN where x is.
+
+    The factors are multiplied. To add to the exponent's bits would be an instruction less, but make
+    a number of a NaN.
+    """
+    x = Float32(cute.arch.fmax(x, LOWEST, nan=True))
     shifted = add_rounded_down(x, MAGIC)
     fraction = x - (shifted - MAGIC)
     p = Float32(COEFFICIENTS[0])
     for coefficient in COEFFICIENTS[1:]:
         p = fma(p, fraction, coefficient)
-    bits = (shifted.bitcast(Int32) << 23) + p.bitcast(Int32)
-    return bits.bitcast(Float32)
+    power = (shifted.bitcast(Int32) << 23) + ONE
+    return p * power.bitcast(Float32)

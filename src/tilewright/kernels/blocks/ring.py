@@ -19,12 +19,14 @@ class Ring:
 
     barriers: cute.Pointer  # of Int64: `stages` of full, then `stages` of empty
     stages: int
+    ctas: int = 1  # of the cluster, whose producers each fill a part of the slot in all of them
 
     def initialise(self, producers: int, consumers: int) -> None:
         """By one thread, before a fence and a barrier of the whole CTA."""
         for stage in range(self.stages):
             cute.arch.mbarrier_init(self.barriers + stage, producers)
-            cute.arch.mbarrier_init(self.barriers + self.stages + stage, consumers)
+            empty = self.barriers + self.stages + stage
+            cute.arch.mbarrier_init(empty, consumers * self.ctas)
 
     def index(self, n: Int32) -> Int32:
         return n & (self.stages - 1) if self._is_power_of_2 else n % self.stages
@@ -67,9 +69,13 @@ class Ring:
             cute.arch.mbarrier_arrive(self.full(n))
 
     def release(self, n: Int32) -> None:
-        """One arrival a warp: the lanes of a warp read together."""
+        """One arrival a warp, at each producer: the lanes of a warp read together."""
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self.empty(n))
+            if self.ctas == 1:
+                cute.arch.mbarrier_arrive(self.empty(n))
+            else:
+                for rank in range(self.ctas):
+                    cute.arch.mbarrier_arrive(self.empty(n), rank)
 
     def _round(self, n: Int32) -> Int32:
         if self._is_power_of_2:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.utils import LayoutEnum
 
@@ -81,6 +82,11 @@ def as_rows(acc: cute.Tensor) -> cute.Tensor:
 def columns_of_thread(columns: int) -> list[int]:
     """Columns of a thread's elements of a row, relative to its first, 2 * (lane % 4)."""
     return [8 * (i // 2) + i % 2 for i in range(columns // ROW_LANES)]
+
+
+def elements_before(column: Int32) -> Int32:
+    """How many of a thread's elements of a row lie before a column, relative to its first."""
+    return (column >> 3) * 2 + cutlass.min(column & 7, 2)
 
 
 def as_operand_A(acc: cute.Tensor) -> cute.Tensor:

@@ -13,13 +13,14 @@ Source: FlashAttention-3, arXiv 2407.08608, sections 3.1 and 3.2, algorithms 1 a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Int32, const_expr
 
 from tilewright.kernels.blocks.arithmetic import tanh
-from tilewright.kernels.blocks.masking import Band, mask_scores
+from tilewright.kernels.blocks.masking import Band
 from tilewright.kernels.sm90 import matmul
 from tilewright.kernels.sm90.fa3.operands import (
     Channels,
@@ -29,9 +30,9 @@ from tilewright.kernels.sm90.fa3.operands import (
     Sync,
     Tile,
     band,
-    key_blocks,
 )
 from tilewright.kernels.sm90.fa3.registers import Registers
+from tilewright.kernels.sm90.fa3.spans import Span, hide, hide_left, is_cut_right, span
 from tilewright.kernels.sm90.fa3.store import store, wait_for_stores
 
 
@@ -59,7 +60,9 @@ def compute(spec: Constexpr, op: Operands, sm: Shared, ch: Channels, mmas: Const
     tile = Tile.read(sm.sTile, ch.tile.index(first))
     if tile.q_block >= 0:
         ch.tile.release(first)
-        if const_expr(spec.overlap):
+        if const_expr(spec.starts_two):
+            attend_tiles_from_two(wg, tile)
+        elif const_expr(spec.overlap):
             attend_tiles(wg, tile)
         else:
             attend_tiles_in_order(wg, tile)
@@ -76,57 +79,135 @@ def attend_tiles(wg: Constexpr, tile: Tile):
     is_left = Boolean(True)
     while is_left:
         wg.regs.acc_O.fill(0.0)
-        begin, end = key_blocks(wg.spec, wg.op, tile)
-        for back in cutlass.range(1, end - begin, unroll=1):
-            has_next = back + 1 < end - begin
-            attend_block(wg, tile, blocks + back, end - 1 - back, has_next)
-        blocks += end - begin
+        mine = span(wg, tile)
+        first = blocks + mine.after
+        for back in cutlass.range(1, mine.blocks, unroll=1):
+            attend_block(wg, tile, mine, first + back, mine.end - 1 - back)
+        blocks += mine.all_blocks
         ch.tile.wait_full(tiles + 1)
         following = Tile.read(wg.sm.sTile, ch.tile.index(tiles + 1))
         is_left = following.q_block >= 0
         if is_left:
             ch.tile.release(tiles + 1)
-            turn_over(wg, tile, following, tiles, blocks)
+            turn_over(wg, (tile, following), mine.before, tiles, blocks)
             tile = following
             tiles += 1
-    last_multiply(wg, tiles, blocks - 1)
-    store(wg.spec, wg.op, wg.regs, tile)
+    end_tile(wg, tile, span(wg, tile).before, tiles, blocks)
+
+
+@cute.jit
+def attend_tiles_from_two(wg: Constexpr, tile: Tile):
+    """The same; S of a tile's second block runs under the softmax of its first."""
+    ch, regs = wg.ch, wg.regs
+    tiles, blocks = Int32(0), Int32(0)
+    is_left = Boolean(True)
+    while is_left:
+        mine = span(wg, tile)
+        first = enter_tile(wg, tile, tiles, blocks)
+        if mine.blocks > 1:
+            start_two(wg, tile, mine, first)
+        else:
+            regs.acc_O.fill(0.0)
+            start_one(wg, tile, first)
+        for back in cutlass.range(2, mine.blocks, unroll=1):
+            attend_block(wg, tile, mine, first + back, mine.end - 1 - back)
+        blocks += mine.all_blocks
+        end_tile(wg, tile, mine.before, tiles, blocks)
+        tiles += 1
+        ch.tile.wait_full(tiles)
+        tile = Tile.read(wg.sm.sTile, ch.tile.index(tiles))
+        is_left = tile.q_block >= 0
+        if is_left:
+            ch.tile.release(tiles)
+
+
+@cute.jit
+def start_two(wg: Constexpr, tile: Tile, mine: Span, n: Int32):
+    """P of a tile's two last blocks, numbers `n` and `n` + 1, and O of the first of them.
+
+    O is not live before its first multiply, which takes no account of it: so there is room for two
+    tiles of S. One path from the first multiply on: where paths met, the assembler would wait for
+    each multiply.
+    """
+    ch, regs = wg.ch, wg.regs
+    ch.k.wait_full(n)
+    ch.k.wait_full(n + 1)
+    acc_S = regs.multiply_S(ch.k.index(n))
+    following_S = regs.multiply_S(ch.k.index(n + 1))
+    matmul.wait(1)
+    ch.k.release(n)
+    start_softmax(wg, acc_S, tile, mine)
+    attend_block(wg, tile, mine, n + 1, mine.end - 2, following_S)
 
 
 @cute.jit
 def start_tile(wg: Constexpr, tile: Tile, tiles: Int32, n: Int32):
+    """P of a tile's last block. The first of its blocks is number `n`."""
+    start_one(wg, tile, enter_tile(wg, tile, tiles, n))
+
+
+@cute.jit
+def start_one(wg: Constexpr, tile: Tile, n: Int32):
     """P of the tile's last block, which is number `n`, with nothing to run under it."""
-    take_Q(wg, tiles)
+    mine = span(wg, tile)
     wg.ch.k.wait_full(n)
     acc_S = wg.regs.multiply_S(wg.ch.k.index(n))
     matmul.wait(0)
     wg.ch.k.release(n)
-    start_softmax(wg, acc_S, tile, n)
+    start_softmax(wg, acc_S, tile, mine)
+    if mine.blocks > 1:
+        wg.ch.k.wait_full(n + 1)
 
 
 @cute.jit
-def attend_block(wg: Constexpr, tile: Tile, n: Int32, block: Int32, has_next: Boolean):
-    """S of key block `block`, which is number `n` and there, over P V of the one before; its P."""
+def enter_tile(wg: Constexpr, tile: Tile, tiles: Int32, n: Int32) -> Int32:
+    """Take the tile's Q, leave out what is hidden. The number of the first block that is not."""
+    take_Q(wg, tiles)
+    if const_expr(wg.spec.skips_hidden):
+        skipped = span(wg, tile).after
+        pass_over(wg.ch, n, skipped)
+        n += skipped
+    return n
+
+
+@cute.jit
+def pass_over(ch: Constexpr, n: Int32, count: Int32):
+    """Hand back the keys and values of `count` blocks from number `n` on, unread.
+
+    An arrival belongs to a round of a slot, and only when it is full has that round begun for all.
+    """
+    for i in cutlass.range(count, unroll=1):
+        for ring in (ch.k, ch.v):
+            ring.wait_full(n + i)
+            ring.release(n + i)
+
+
+@cute.jit
+def attend_block(wg: Constexpr, tile: Tile, mine: Span, n: Int32, block: Int32, issued: Any = None):
+    """S of key block `block`, which is number `n` and there, over P V of the one before; its P.
+
+    `issued` is the accumulator of S where that is issued already, for a tile's second block.
+    """
     ch, regs = wg.ch, wg.regs
     is_there = ch.v.is_full(n - 1)
     take_turn(wg)
-    acc_S = regs.multiply_S(ch.k.index(n))
+    acc_S = regs.multiply_S(ch.k.index(n)) if const_expr(issued is None) else issued
     if not is_there:
         ch.v.wait_full(n - 1)
-    regs.multiply_O(ch.v.index(n - 1))
+    regs.multiply_O(ch.v.index(n - 1), accumulate=issued is None)
     pass_turn(wg)
     matmul.wait(1)
     is_there = ch.k.is_full(n + 1)
     has_moved = Boolean(True)
     if const_expr(wg.spec.goes_ahead):
-        has_moved = make_P_ahead(wg, acc_S, tile, n, block)
+        has_moved = make_P_ahead(wg, acc_S, tile, mine, n, block)
         ch.k.release(n)
     else:
         ch.k.release(n)
-        has_moved = make_P(wg, acc_S, tile, block)
+        has_moved = make_P(wg, acc_S, tile, mine, block)
     # The next K is waited for here because of the branch: without one, the assembler moves the end
     # of P V up to before the softmax that should run under it.
-    if has_next & (not is_there):
+    if (block > mine.begin) & (not is_there):
         ch.k.wait_full(n + 1)
     matmul.wait(0)
     ch.v.release(n - 1)
@@ -136,9 +217,13 @@ def attend_block(wg: Constexpr, tile: Tile, n: Int32, block: Int32, has_next: Bo
 
 
 @cute.jit
-def turn_over(wg: Constexpr, tile: Tile, following: Tile, tiles: Int32, n: Int32):
-    """The end of tile number `tiles` over the beginning of the next, whose first block is `n`."""
+def turn_over(wg: Constexpr, both: tuple[Tile, Tile], skipped: Int32, tiles: Int32, n: Int32):
+    """The end of tile number `tiles` over the beginning of the next, whose first block is `n`.
+
+    `skipped` blocks lie between the last one that was done of this tile and `n`.
+    """
     ch, regs = wg.ch, wg.regs
+    tile, following = both
     if const_expr(wg.spec.carries_over):
         take_Q(wg, tiles + 1)
         ch.k.wait_full(n)
@@ -151,11 +236,22 @@ def turn_over(wg: Constexpr, tile: Tile, following: Tile, tiles: Int32, n: Int32
         ch.k.release(n)
         ch.v.release(n - 1)
         store(wg.spec, wg.op, regs, tile)
-        start_softmax(wg, acc_S, following, n)
+        mine = span(wg, following)
+        start_softmax(wg, acc_S, following, mine)
+        if mine.blocks > 1:
+            ch.k.wait_full(n + 1)
     else:
-        last_multiply(wg, tiles, n - 1)
-        store(wg.spec, wg.op, regs, tile)
+        end_tile(wg, tile, skipped, tiles, n)
         start_tile(wg, following, tiles + 1, n)
+
+
+@cute.jit
+def end_tile(wg: Constexpr, tile: Tile, skipped: Int32, tiles: Int32, n: Int32):
+    """The last P V of tile number `tiles` and its store. `n` is the next tile's first block."""
+    last_multiply(wg, tiles, n - 1 - skipped)
+    store(wg.spec, wg.op, wg.regs, tile)
+    if const_expr(wg.spec.skips_hidden):
+        pass_over(wg.ch, n - skipped, skipped)
 
 
 @cute.jit
@@ -179,10 +275,10 @@ def attend_tiles_in_order(wg: Constexpr, tile: Tile):
         take_Q(wg, tiles)
         wg.regs.acc_O.fill(0.0)
         wg.regs.softmax.reset()
-        begin, end = key_blocks(wg.spec, wg.op, tile)
-        for back in cutlass.range(0, end - begin, unroll=1):
-            attend_block_in_order(wg, tile, blocks + back, end - 1 - back)
-        blocks += end - begin
+        mine = span(wg, tile)
+        for back in cutlass.range(0, mine.blocks, unroll=1):
+            attend_block_in_order(wg, tile, mine, blocks + back, mine.end - 1 - back)
+        blocks += mine.all_blocks
         if const_expr(not wg.spec.q_in_registers):
             ch.q.release(tiles)
         store(wg.spec, wg.op, wg.regs, tile)
@@ -195,7 +291,7 @@ def attend_tiles_in_order(wg: Constexpr, tile: Tile):
 
 
 @cute.jit
-def attend_block_in_order(wg: Constexpr, tile: Tile, n: Int32, block: Int32):
+def attend_block_in_order(wg: Constexpr, tile: Tile, mine: Span, n: Int32, block: Int32):
     """S of key block `block`, which is number `n`, its P, and P V."""
     ch, regs = wg.ch, wg.regs
     is_there = ch.v.is_full(n)
@@ -205,7 +301,7 @@ def attend_block_in_order(wg: Constexpr, tile: Tile, n: Int32, block: Int32):
     matmul.wait(0)
     pass_turn(wg)
     ch.k.release(n)
-    if make_P(wg, acc_S, tile, block):
+    if make_P(wg, acc_S, tile, mine, block):
         regs.rescale_O()
     regs.convert_P(acc_S)
     if not is_there:
@@ -225,24 +321,20 @@ def take_Q(wg: Constexpr, tiles: Int32):
 
 
 @cute.jit
-def start_softmax(wg: Constexpr, acc_S: cute.Tensor, tile: Tile, n: Int32):
-    """P of a tile's last block, the first to be done, which is number `n`."""
+def start_softmax(wg: Constexpr, acc_S: cute.Tensor, tile: Tile, mine: Span):
+    """P of a tile's last block, the first to be done."""
     wg.regs.softmax.reset()
-    begin, end = key_blocks(wg.spec, wg.op, tile)
-    make_P(wg, acc_S, tile, end - 1)
+    make_P(wg, acc_S, tile, mine, mine.end - 1)
     wg.regs.convert_P(acc_S)
-    if end - begin > 1:
-        wg.ch.k.wait_full(n + 1)
 
 
 @cute.jit
-def make_P(wg: Constexpr, acc_S: cute.Tensor, tile: Tile, block: Int32) -> Boolean:
+def make_P(wg: Constexpr, acc_S: cute.Tensor, tile: Tile, mine: Span, block: Int32) -> Boolean:
     """S of key block `block` -> P, in place. Whether O has to be rescaled."""
     spec, regs = wg.spec, wg.regs
     S = matmul.as_rows(acc_S)  # (row, col)
     cap(wg, S)
-    if is_cut(wg, tile, block):
-        hide(wg, S, tile, block)
+    hide(wg, S, tile, block, mine)
     regs.softmax.step(S, regs.factor)
     has_moved = Boolean(True)
     if const_expr(spec.rescale_threshold > 0):
@@ -253,17 +345,21 @@ def make_P(wg: Constexpr, acc_S: cute.Tensor, tile: Tile, block: Int32) -> Boole
 
 
 @cute.jit
-def make_P_ahead(wg: Constexpr, acc_S: cute.Tensor, tile: Tile, n: Int32, block: Int32) -> Boolean:
+def make_P_ahead(
+    wg: Constexpr, acc_S: cute.Tensor, tile: Tile, mine: Span, n: Int32, block: Int32
+) -> Boolean:
     """The same by the maxima so far. If they do not do, S is multiplied once more and they move.
 
     So the maxima of the block are off the path from S to P, and run under its exponentials. Where
-    keys are hidden, rows may have seen none so far: such a block goes the plain way.
+    the right bound cuts, rows may have seen no key so far: such a block goes the plain way.
     """
     regs = wg.regs
     has_moved = Boolean(True)
-    if not is_cut(wg, tile, block):
+    if not is_cut_right(block, mine):
         S = matmul.as_rows(acc_S)
         cap(wg, S)
+        if const_expr(wg.spec.bounded_left):
+            hide_left(wg, S, tile, block, mine)
         sums = [regs.softmax.sum[r] for r in range(matmul.THREAD_ROWS)]
         has_moved = Boolean(cute.arch.vote_any_sync(regs.softmax.step_ahead(S)))
         if has_moved:
@@ -271,7 +367,7 @@ def make_P_ahead(wg: Constexpr, acc_S: cute.Tensor, tile: Tile, n: Int32, block:
                 regs.softmax.sum[r] = sums[r]
             regs.multiply_S_again(acc_S, wg.ch.k.index(n))
     if has_moved:
-        make_P(wg, acc_S, tile, block)
+        has_moved = make_P(wg, acc_S, tile, mine, block)
     return has_moved
 
 
@@ -281,34 +377,6 @@ def cap(wg: Warpgroup, S: cute.Tensor) -> None:
         for r in range(matmul.THREAD_ROWS):
             for c in range(cute.size(S, mode=[1])):
                 S[r, c] = tanh(S[r, c] * (wg.op.scale / wg.op.softcap))
-
-
-def first_row(wg: Warpgroup, tile: Tile) -> Int32:
-    return tile.q_block * wg.spec.tile_q + wg.regs.w * matmul.ROWS
-
-
-def is_cut(wg: Warpgroup, tile: Tile, block: Int32) -> Boolean:
-    """Whether a row of this warpgroup may not see all keys of the block."""
-    row, first_key = first_row(wg, tile), block * wg.spec.tile_kv
-    _, past = wg.band.limits(row, tile.seqlen_q, tile.seqlen_k)
-    answer = first_key + wg.spec.tile_kv > past
-    if wg.spec.bounded_left:
-        first, _ = wg.band.limits(row + matmul.ROWS - 1, tile.seqlen_q, tile.seqlen_k)
-        answer = answer | (first_key < first)
-    return answer
-
-
-def hide(wg: Warpgroup, S: cute.Tensor, tile: Tile, block: Int32) -> None:
-    """The scores of hidden keys become -inf."""
-    thread = wg.regs.thread
-    row = first_row(wg, tile) + thread // 32 * 16 + thread % 32 // matmul.ROW_LANES
-    column = block * wg.spec.tile_kv + 2 * (thread % matmul.ROW_LANES)
-    firsts, pasts = [], []
-    for r in range(matmul.THREAD_ROWS):
-        first, past = wg.band.limits(row + 8 * r, tile.seqlen_q, tile.seqlen_k)
-        firsts.append(None if first is None else first - column)
-        pasts.append(past - column)
-    mask_scores(S, matmul.columns_of_thread(wg.spec.tile_kv), firsts, pasts)
 
 
 def take_turn(wg: Warpgroup) -> None:

@@ -30,7 +30,7 @@ from tilewright.kernels.sm90.fa3.operands import (
     Shared,
     TmaOperand,
 )
-from tilewright.kernels.sm90.fa3.schedule import schedule
+from tilewright.kernels.sm90.fa3.schedule import row_blocks, schedule
 from tilewright.kernels.sm90.fa3.spec import ForwardSpec
 
 DTYPES = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
@@ -70,13 +70,9 @@ class Forward:
         packed = spec.packed
         rows_first, dim_first = ((0, 2, 1), (2, 0, 1)) if packed else ((1, 3, 2, 0), (3, 1, 2, 0))
         mQ, mK, mV, mO = (permuted(x, rows_first) for x in (q, k, v, out))  # (rows, d, h[, b])
-        loaded = (mQ, mK, permuted(v, dim_first))  # V (d, kv, h[, b])
         mLSE = lse if packed else permuted(lse, (2, 1, 0))
         mLSE = permuted(lse, (1, 0)) if packed else mLSE  # (q, h[, b])
-        loads = [
-            tma_operand(cpasync.CopyBulkTensorTileG2SOp(), x, layout, tile)
-            for x, layout, tile in zip(loaded, smem_layouts(spec), smem_tiles(spec), strict=False)
-        ]
+        loads = load_operands(spec, (mQ, mK, permuted(v, dim_first)))  # V (d, kv, h[, b])
         store_O = None
         if const_expr(spec.stores_by_tma):
             s2g = cpasync.CopyBulkTensorTileS2GOp()
@@ -108,14 +104,10 @@ class Forward:
             seqlen_q=Int32(cute.size(mQ, mode=[0])),
             seqlen_k=Int32(cute.size(mK, mode=[0])),
         )
-        blocks = (op.seqlen_q + spec.tile_q - 1) // spec.tile_q
-        if const_expr(packed):
-            most = (blocks + op.batch + 1) * op.heads_q
-        else:
-            most = blocks * op.heads_q * op.batch
         self.kernel(op).launch(
-            grid=(cutlass.min(ctas, most), 1, 1),
+            grid=(spec.cluster * clusters(spec, op, ctas), 1, 1),
             block=(spec.threads, 1, 1),
+            cluster=(spec.cluster, 1, 1) if spec.cluster > 1 else None,
             stream=stream,
             min_blocks_per_mp=1,
         )
@@ -129,8 +121,8 @@ class Forward:
         ch = Channels(
             tile=ring(smem, spec.tiles_ahead),
             q=ring(smem, 1),
-            k=ring(smem, spec.k_stages),
-            v=ring(smem, spec.v_stages),
+            k=ring(smem, spec.k_stages, spec.cluster),
+            v=ring(smem, spec.v_stages, spec.cluster),
             tail=ring(smem, 1),
         )
         sTile = smem.allocate_tensor(Int32, cute.make_layout((TILE_WORDS, spec.tiles_ahead)), 16)
@@ -146,7 +138,7 @@ class Forward:
                 loaded.initialise(producers=1, consumers=consumers)
             ch.tail.initialise(producers=1, consumers=1)
         cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        meet(spec)
         few, many = spec.registers
         if warp < 4:
             cute.arch.setmaxregister_decrease(few)
@@ -161,6 +153,17 @@ class Forward:
                 matmul.make_mma(dtype, spec.head_dim_v, matmul.MN_MAJOR, True),
             )
             compute(spec, op, sm, ch, mmas)
+        if const_expr(spec.cluster > 1):
+            meet(spec)  # no CTA leaves while another may still arrive at its barriers
+
+
+def meet(spec: ForwardSpec) -> None:
+    """A barrier of all threads that see each other's shared memory."""
+    if spec.cluster > 1:
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+    else:
+        cute.arch.sync_threads()
 
 
 def smem_layouts(spec: ForwardSpec) -> tuple[Any, ...]:
@@ -185,13 +188,37 @@ def permuted(x: cute.Tensor, modes: tuple[int, ...]) -> cute.Tensor:
     return cute.make_tensor(x.iterator, cute.select(x.layout, mode=list(modes)))
 
 
-def tma_operand(op: Any, x: cute.Tensor, layout: Any, tile: tuple[int, int]) -> TmaOperand:
+def clusters(spec: ForwardSpec, op: Operands, ctas: Int32) -> Int32:
+    """How many are launched: no more than there are tiles for."""
+    blocks = row_blocks(spec, op.seqlen_q)
+    tiles = blocks + op.batch + 1 if spec.packed else blocks * op.batch
+    return cutlass.max(cutlass.min(ctas // spec.cluster, tiles * op.heads_q), 1)
+
+
+def load_operands(spec: ForwardSpec, tensors: tuple[cute.Tensor, ...]) -> list[TmaOperand]:
+    """Of Q, K and V. A cluster's CTAs each load a part of K and V into all of them."""
+    one, several = cpasync.CopyBulkTensorTileG2SOp, cpasync.CopyBulkTensorTileG2SMulticastOp
+    return [
+        tma_operand(several() if ctas > 1 else one(), x, layout, tile, ctas)
+        for x, layout, tile, ctas in zip(
+            tensors,
+            smem_layouts(spec)[:3],
+            smem_tiles(spec)[:3],
+            (1, spec.cluster, spec.cluster),
+            strict=True,
+        )
+    ]
+
+
+def tma_operand(
+    op: Any, x: cute.Tensor, layout: Any, tile: tuple[int, int], ctas: int = 1
+) -> TmaOperand:
     one = cute.slice_(layout, (None, None, 0))
-    return TmaOperand(*cpasync.make_tiled_tma_atom(op, x, one, tile))
+    return TmaOperand(*cpasync.make_tiled_tma_atom(op, x, one, tile, num_multicast=ctas))
 
 
-def ring(smem: Any, stages: int) -> Ring:
-    return Ring(smem.allocate_array(cutlass.Int64, 2 * stages), stages)
+def ring(smem: Any, stages: int, ctas: int = 1) -> Ring:
+    return Ring(smem.allocate_array(cutlass.Int64, 2 * stages), stages, ctas)
 
 
 def tensor(smem: Any, dtype: Any, layout: Any) -> cute.Tensor:

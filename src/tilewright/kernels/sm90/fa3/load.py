@@ -6,7 +6,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Constexpr, Int32, const_expr
+from cutlass import Constexpr, Int16, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from tilewright.kernels.sm90.fa3.operands import (
@@ -21,12 +21,13 @@ from tilewright.kernels.sm90.fa3.operands import (
 from tilewright.kernels.sm90.matmul import ROWS
 
 
-def views(operand: TmaOperand, gX: cute.Tensor, sX: cute.Tensor) -> tuple[Any, Any]:
-    """Tiles in shared memory (tma, stage) and in memory (tma, block)."""
+def views(operand: TmaOperand, gX: cute.Tensor, sX: cute.Tensor, ctas: int = 1) -> tuple[Any, Any]:
+    """Tiles in shared memory (tma, stage) and in memory (tma, block): the part that this CTA of
+    `ctas` loads for all of them."""
     return cpasync.tma_partition(
         operand.copy,
-        0,
-        cute.make_layout(1),
+        cute.arch.block_idx_in_cluster() if ctas > 1 else 0,
+        cute.make_layout(ctas),
         cute.group_modes(sX, 0, 2),
         cute.group_modes(gX, 0, 2),
     )
@@ -49,7 +50,8 @@ def tile_views(spec: Any, op: Operands, sm: Shared, tile: Tile) -> tuple[Any, An
     gQ = cute.local_tile(mQ, (ROWS, spec.head_dim), (None, 0))  # (64, d, block)
     gK = cute.local_tile(mK, (spec.tile_kv, spec.head_dim), (None, 0))  # (kv, d, block)
     gV = cute.local_tile(mV, (spec.head_dim_v, spec.tile_kv), (0, None))  # (d, kv, block)
-    return views(op.q, gQ, sm.sQ), views(op.k, gK, sm.sK), views(op.v, gV, sm.sV)
+    k, v = (views(x, g, s, spec.cluster) for x, g, s in ((op.k, gK, sm.sK), (op.v, gV, sm.sV)))
+    return views(op.q, gQ, sm.sQ), k, v
 
 
 @cute.jit
@@ -60,7 +62,8 @@ def load(spec: Constexpr, op: Operands, sm: Shared, ch: Channels):
     ch.tile.wait_full(tiles)
     tile = Tile.read(sm.sTile, ch.tile.index(tiles))
     while tile.q_block >= 0:
-        ch.tile.release(tiles)
+        if const_expr(not spec.takes_late):
+            ch.tile.release(tiles)
         begin, end = key_blocks(spec, op, tile)
         (tQsQ, tQgQ), (tKsK, tKgK), tV = tile_views(spec, op, sm, tile)
         # K first: its slot may be free while the last tile's Q is still being read.
@@ -75,6 +78,9 @@ def load(spec: Constexpr, op: Operands, sm: Shared, ch: Channels):
             rows = tile.seqlen_k - (end - back) * spec.tile_kv
             tails = load_values(role, tV, blocks + back - 1, end - back, rows, tails)
         blocks += end - begin
+        if const_expr(spec.takes_late):
+            # All but one of the loads are issued: some blocks before this tile's end.
+            ch.tile.release(tiles)
         rows = tile.seqlen_k - begin * spec.tile_kv
         tails = load_values(role, tV, blocks - 1, begin, rows, tails)
         tiles += 1
@@ -86,7 +92,10 @@ def load_block(operand: TmaOperand, ring: Any, tXgX: Any, tXsX: Any, n: Int32, b
     """One tile of keys or values into slot `n` of its ring."""
     ring.wait_empty(n)
     full = ring.expect(n, cute.size_in_bytes(tXsX.element_type, tXsX[None, 0].layout))
-    cute.copy(operand.copy, tXgX[None, block], tXsX[None, ring.index(n)], tma_bar_ptr=full)
+    to_all = {"mcast_mask": Int16((1 << ring.ctas) - 1)} if ring.ctas > 1 else {}
+    cute.copy(
+        operand.copy, tXgX[None, block], tXsX[None, ring.index(n)], tma_bar_ptr=full, **to_all
+    )
 
 
 @cute.jit

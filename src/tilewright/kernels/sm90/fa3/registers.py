@@ -65,10 +65,10 @@ class Registers(Unchanged):
         sQ = cute.local_tile(self.sQ, (16, cute.size(self.sQ, mode=[1])), (self.thread // 32, 0))
         matmul.multiply_again(acc_S, rQ, sQ, self.sK[None, None, stage])
 
-    def multiply_O(self, stage: Int32) -> None:
+    def multiply_O(self, stage: Int32, accumulate: bool = True) -> None:
         # O += P V
         B = self.tOrV[None, None, None, stage]
-        matmul.gemm(self.mma_O, self.acc_O, self.tOrP, B, accumulate=True)
+        matmul.gemm(self.mma_O, self.acc_O, self.tOrP, B, accumulate=accumulate)
 
     def convert_P(self, acc_S: cute.Tensor) -> None:
         self.rP.store(acc_S.load().to(self.rP.element_type))

@@ -17,9 +17,9 @@ from tilewright.kernels.blocks.arithmetic import exp2, fma, select, tanh
 from tilewright.kernels.sm90 import matmul
 from tilewright.kernels.sm90.fa3.load import rows_of
 from tilewright.kernels.sm90.fa3.operands import Operands, Tile, band, key_blocks
+from tilewright.kernels.sm90.rows import VECTOR, chunk, store_chunk
 
 WARP_ROWS = 16
-VECTOR = 8  # elements of a 16-byte load: 32 lanes hold a row of the largest head dim
 
 
 @cute.jit
@@ -107,12 +107,7 @@ def repair_row(spec: Constexpr, op: Operands, out: Any, regs: Constexpr, tile: T
     # A NaN among the logits has spoilt the row for good.
     if factor == factor:
         acc = attend_row(spec, op, regs, tile, row, maximum)
-        held = cute.make_rmem_tensor((1, VECTOR), target.element_type)
-        for c in cutlass.range_constexpr(VECTOR):
-            held[0, c] = (acc[c] * factor).to(target.element_type)
-        lane = cute.arch.lane_idx()
-        if lane < cute.size(target, mode=[1]) // VECTOR:
-            cute.autovec_copy(held, cute.local_tile(target, (1, VECTOR), (row - origin, lane)))
+        store_chunk(acc, factor, target, row - origin, cute.arch.lane_idx())
 
 
 @cute.jit
@@ -152,19 +147,6 @@ def logit(spec: Constexpr, op: Operands, q: cute.Tensor, k: cute.Tensor) -> Floa
     for i in cutlass.range_constexpr(5):
         s = s + cute.arch.shuffle_sync_bfly(s, offset=1 << i)
     return tanh(s * (op.scale / op.softcap)) if const_expr(spec.has_softcap) else s
-
-
-@cute.jit
-def chunk(mX: cute.Tensor, row: Int32, i: Int32) -> cute.Tensor:
-    """Eight elements of a row of gmem X (row, d), in float32; zeros past the head dim."""
-    held = cute.make_rmem_tensor((1, VECTOR), mX.element_type)
-    held.fill(0.0)
-    if i < cute.size(mX, mode=[1]) // VECTOR:
-        cute.autovec_copy(cute.local_tile(mX, (1, VECTOR), (row, i)), held)
-    wide = cute.make_rmem_tensor(VECTOR, Float32)
-    for c in cutlass.range_constexpr(VECTOR):
-        wide[c] = held[0, c].to(Float32)
-    return wide
 
 
 def keys_of(spec: Any, op: Operands, mX: cute.Tensor, tile: Tile) -> cute.Tensor:

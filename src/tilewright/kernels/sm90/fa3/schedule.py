@@ -19,10 +19,6 @@ from tilewright.kernels.sm90.fa3.operands import Channels, Operands, Shared, Til
 
 L2_BYTES = 24 << 20  # of keys and values that may be in use at a time; half of an H200's L2
 LARGEST_SECTION = 64
-# Tiles of a section for each CTA, at the least, where they differ in length: the last section's
-# longest tile must not outlast the work that is left for the others. With one a CTA, an eighth of a
-# long causal call was a tail.
-TILES_PER_CTA = 3
 
 
 def section_heads(spec: Any, op: Operands, seqlen_k: Int32, blocks: Int32) -> Int32:
@@ -35,10 +31,16 @@ def section_heads(spec: Any, op: Operands, seqlen_k: Int32, blocks: Int32) -> In
     while power <= LARGEST_SECTION:
         is_larger = head_bytes * power <= L2_BYTES
         if spec.bounded_right:
-            is_larger = is_larger | (power // 2 * group * blocks < TILES_PER_CTA * ctas)
+            is_larger = is_larger | (power // 2 * group * blocks < spec.tiles_per_cta * ctas)
         section = Int32(cutlass.select_(is_larger, Int32(power), section))
         power *= 2
     return section * group
+
+
+def row_blocks(spec: Any, rows: Int32) -> Int32:
+    """Blocks of queries, each the work of a cluster."""
+    together = spec.tile_q * spec.cluster
+    return (rows + together - 1) // together
 
 
 def place(
@@ -59,16 +61,19 @@ def schedule(spec: Constexpr, op: Operands, sm: Shared, ch: Channels):
     zero = Int32(0)
     ctas, _, _ = cute.arch.grid_dim()
     index, _, _ = cute.arch.block_idx()
+    index, rank = index // spec.cluster, index % spec.cluster
     if const_expr(spec.packed):
         schedule_packed(spec, op, sm, ch, index)
     else:
-        blocks = (op.seqlen_q + spec.tile_q - 1) // spec.tile_q
+        # Where the last of them are fewer than a cluster's CTAs, the others' rows are past the end.
+        blocks = row_blocks(spec, op.seqlen_q)
         heads = op.heads_q * op.batch
         section = section_heads(spec, op, op.seqlen_k, blocks)
         n = Int32(0)
         is_left = index < heads * blocks
         while is_left:
             head, q_block = place(spec, index, heads, blocks, section)
+            q_block = q_block * spec.cluster + rank
             batch = head // op.heads_q
             rows = op.seqlen_q
             tile = Tile(
@@ -76,7 +81,7 @@ def schedule(spec: Constexpr, op: Operands, sm: Shared, ch: Channels):
             )
             publish(sm, ch, n, tile)
             n += 1
-            index = next_tile(spec, op, index)
+            index = next_tile(spec, op, ch, n, index)
             is_left = index < heads * blocks
         publish(sm, ch, n, Tile.none())
     if const_expr(spec.dynamic):
@@ -103,14 +108,14 @@ def schedule_packed(spec: Constexpr, op: Operands, sm: Shared, ch: Channels, ind
             rows = cute.arch.shuffle_sync(length, owner)
             before = cute.arch.shuffle_sync(through - tiles_here, owner)
             q_start, seqlen_q, k_start, seqlen_k = sequence(op, batch)
-            blocks = (rows + spec.tile_q - 1) // spec.tile_q
+            blocks = row_blocks(spec, rows)
             section = section_heads(spec, op, seqlen_k, blocks)
             inside = index - tiles_before - before
             head, q_block = place(spec, inside, op.heads_q, blocks, section)
             tile = Tile(head, batch, q_block, q_start, rows, seqlen_q, k_start, seqlen_k)
             publish(sm, ch, n, tile)
             n += 1
-            index = next_tile(spec, op, index)
+            index = next_tile(spec, op, ch, n, index)
         tiles_before += total
         group += 32
         length, tiles_here, through = sequence_tiles(spec, op, group)
@@ -129,7 +134,7 @@ def sequence_tiles(spec: Constexpr, op: Operands, group: Int32):
         if batch < op.batch:
             end = op.lengths.cu_seqlens_q[batch + 1]
         rows = end - begin
-    tiles = (rows + spec.tile_q - 1) // spec.tile_q * op.heads_q
+    tiles = row_blocks(spec, rows) * op.heads_q
     through = tiles
     for step in cutlass.range_constexpr(5):
         other = cute.arch.shuffle_sync_up(through, 1 << step)
@@ -156,11 +161,15 @@ def sequence(op: Operands, batch: Int32):
 
 
 @cute.jit
-def next_tile(spec: Constexpr, op: Operands, index: Int32) -> Int32:
-    """The first tile of a CTA is its own number; the others follow in turn or as they come."""
+def next_tile(spec: Constexpr, op: Operands, ch: Channels, n: Int32, index: Int32) -> Int32:
+    """The first tile of a CTA is its own number; the others follow in turn or as they come.
+
+    Tile number `n` of this CTA is taken no sooner than there is a slot for it.
+    """
     ctas, _, _ = cute.arch.grid_dim()
-    following = index + ctas
+    following = index + ctas // spec.cluster
     if const_expr(spec.dynamic):
+        ch.tile.wait_empty(n)
         ticket = Int32(0)
         if cute.arch.lane_idx() == 0:
             ticket = cute.arch.atomic_add(

@@ -38,12 +38,19 @@ class ForwardSpec:
     ping_pong: bool = True  # warpgroups take turns at issuing matrix multiplies
     overlap: bool = True  # S of the next block is issued before this block's P V
     carries_over: bool = False  # the next tile's first S is issued with the last P V of this one
+    starts_two: bool = False  # S of a tile's second block is issued with that of its first
     rescale_threshold: float = 0.0  # log2 of how far a row's maximum may lag; 0 rescales always
     goes_ahead: bool = False  # exp2 takes the maxima so far; a block that exceeds them is redone
+    skips_hidden: bool = False  # a warpgroup leaves out the blocks of which its rows see nothing
     exp2_emulated: int = 0  # of each 16 elements of a row, those whose exp2 is a polynomial
     tiles_ahead: int = 1  # that a CTA takes before it needs them, and no idle one can
+    takes_late: bool = False  # the last of them not as a tile begins, but as its loads are issued
+    # Of a section, at the least, where tiles differ in length: the last section's longest tile must
+    # not outlast the work that is left for the others.
+    tiles_per_cta: int = 3
     longest_first: bool = True
     dynamic: bool = True  # tiles are handed out by a counter in memory
+    cluster: int = 1  # CTAs that take neighbouring query blocks, and load keys for each other
 
     @property
     def features(self) -> ForwardSpec:
@@ -104,6 +111,18 @@ class ForwardSpec:
             return "carries_over=True: the next Q must have a place while this one is multiplied"
         if self.goes_ahead and not (self.overlap and self.rescale_threshold > 0):
             return "goes_ahead=True: maxima must be allowed to lag, under multiplies that overlap"
+        if self.skips_hidden and (self.takes_turns or self.carries_over or not self.overlap):
+            return (
+                "skips_hidden=True: warpgroups that take turns must do the same blocks, and "
+                "tiles must not be carried over or done in order"
+            )
+        if self.starts_two and (self.carries_over or not self.overlap):
+            return "starts_two=True: S of two blocks is in flight, and O must not be yet"
+        if self.cluster not in (1, 2):
+            return f"cluster={self.cluster}: one CTA, or two that share keys"
+        is_bounded = self.bounded_left or self.bounded_right
+        if self.cluster > 1 and (is_bounded or self.packed or self.dynamic):
+            return "cluster=2: its CTAs must see the same keys, and take their tiles in turn"
         if self.tiles_ahead < 1:
             return f"tiles_ahead={self.tiles_ahead}: a tile at the least is handed over"
         if self.smem_bytes > SMEM_BYTES:

@@ -1,9 +1,7 @@
 """The epilogue: O and the log-sum-exp from registers to memory.
 
 By the copy engine through shared memory, where there is room for it and a tile's rows are all of
-one sequence. Else straight from the registers: a quad of lanes holds an octet of columns of a row
-in pieces of two; four octets are exchanged in the quad, so that a lane stores 16 bytes of one.
-Measured on an H200: docs/fa3.md.
+one sequence. Else straight from the registers, see `store_row`. Measured on an H200: docs/fa3.md.
 """
 
 from __future__ import annotations
@@ -18,9 +16,7 @@ from tilewright.kernels.sm90 import matmul
 from tilewright.kernels.sm90.fa3.operands import Operands, Sync, Tile
 from tilewright.kernels.sm90.fa3.registers import LOG2_E
 from tilewright.kernels.sm90.fa3.repair import repair
-
-VECTOR = 8  # elements of a 16-byte store: an octet of columns
-QUAD = 4  # octets that a quad of lanes exchanges at a time
+from tilewright.kernels.sm90.rows import store_row
 
 
 @cute.jit
@@ -87,31 +83,3 @@ def wait_for_stores(thread: Int32):
     """Until the copy engine has read what this warpgroup gave it."""
     if thread < 32:
         cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-
-@cute.jit
-def store_row(words: cute.Tensor, r: Constexpr, mO: cute.Tensor, row: Int32, rows: Int32):
-    """A thread's part of row `row`: words (column pair of (row, octet)) -> mO (q, d)."""
-    quad_lane = cute.arch.lane_idx() % QUAD
-    octets = cute.size(words) // matmul.THREAD_ROWS
-    for group in cutlass.range_constexpr(octets // QUAD):
-        held = cute.make_rmem_tensor((1, QUAD), Int32)
-        for i in cutlass.range_constexpr(QUAD):
-            held[0, i] = words[r + matmul.THREAD_ROWS * (QUAD * group + i)]
-        transpose_quad(held, quad_lane)
-        octet = QUAD * group + quad_lane
-        if (row < rows) & (octet * VECTOR < cute.size(mO, mode=[1])):
-            chunk = cute.local_tile(mO, (1, VECTOR), (row, octet))
-            cute.autovec_copy(cute.recast_tensor(held, mO.element_type), chunk)
-
-
-def transpose_quad(held: cute.Tensor, quad_lane: Int32) -> None:
-    """Word i of lane j becomes word j of lane i, in each quad of lanes."""
-    for step in (1, 2):
-        is_upper = quad_lane & step != 0
-        for i in (i for i in range(QUAD) if not i & step):
-            low, high = held[0, i], held[0, i + step]
-            sent = Int32(cutlass.select_(is_upper, low, high))
-            got = cute.arch.shuffle_sync_bfly(sent, offset=step)
-            held[0, i] = Int32(cutlass.select_(is_upper, got, low))
-            held[0, i + step] = Int32(cutlass.select_(is_upper, high, got))

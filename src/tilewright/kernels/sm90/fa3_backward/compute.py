@@ -37,11 +37,11 @@ from tilewright.kernels.sm90.fa3_backward.operands import (
     Tile,
     query_blocks,
     query_limits,
-    turn,
 )
 from tilewright.kernels.sm90.fa3_backward.registers import Registers
 from tilewright.kernels.sm90.fa3_backward.spec import padded_start
 from tilewright.kernels.sm90.fa3_backward.store import store
+from tilewright.kernels.sm90.fa3_backward.turns import end_turn, wait_for_turn
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,8 @@ def compute(spec: Constexpr, op: Operands, sm: Shared, ch: Channels, mmas: Const
     ch.tile.wait_full(tiles)
     tile = Tile.read(sm.sTile, ch.tile.index(tiles))
     while tile.kv_block >= 0:
-        ch.tile.release(tiles)
+        if const_expr(not spec.deterministic):
+            ch.tile.release(tiles)
         begin, count = query_blocks(spec, op, tile)
         wg.regs.acc_dV.fill(0.0)
         wg.regs.acc_dK.fill(0.0)
@@ -69,6 +70,9 @@ def compute(spec: Constexpr, op: Operands, sm: Shared, ch: Channels, mmas: Const
             attend_queries(wg, tile, begin, count, loaded, steps)
             loaded += 1
             steps += count * (op.heads_q // op.heads_k)
+        if const_expr(spec.deterministic):
+            # A tile that is taken ahead is one that others wait for.
+            ch.tile.release(tiles)
         store(spec, op, wg.regs, tile)
         tiles += 1
         ch.tile.wait_full(tiles)
@@ -86,6 +90,9 @@ def attend_queries(
     ch.k.wait_full(loaded)
     ch.q.wait_full(steps)
     ch.v.wait_full(loaded)
+    if const_expr(wg.spec.keys_in_registers):
+        regs.read_keys()
+        ch.v.release(loaded)
     attend_block(wg, tile, (steps, head, block), True, steps < last)
     for n in cutlass.range(steps + 1, last + 1, unroll=1):
         block += 1
@@ -93,7 +100,8 @@ def attend_queries(
             block = begin
             head += 1
         attend_block(wg, tile, (n, head, block), False, n < last)
-    ch.v.release(loaded)
+    if const_expr(not wg.spec.keys_in_registers):
+        ch.v.release(loaded)
     ch.k.release(loaded)
     regs.multiply_dK(ch.q.index(last))
     matmul.wait(0)
@@ -103,23 +111,22 @@ def attend_queries(
 @cute.jit
 def attend_block(wg: Constexpr, tile: Tile, step: Any, is_first: Constexpr, has_next: Boolean):
     """Step (n, head, query block), whose Q is there; the dK of the one before, if there is one."""
-    ch, regs, (n, head, block) = wg.ch, wg.regs, step
+    ch, regs, (n, _, block) = wg.ch, wg.regs, step
     acc_S = regs.multiply_S(ch.q.index(n))
     ch.do.wait_full(n)
     acc_dP = regs.multiply_dP(ch.do.index(n))
     if const_expr(not is_first):
         regs.multiply_dK(ch.q.index(n - 1))
     matmul.wait(1 if is_first else 2)
-    S, dP = matmul.as_rows(acc_S), matmul.as_rows(acc_dP)  # (row, col)
     is_there = ch.q.is_full(n + 1)
-    slope = make_P(wg, S, tile, n, block)
-    regs.rP.store(acc_S.load().to(regs.rP.element_type))
+    make_P(wg, acc_S, tile, n, block)
     # The next Q is waited for here because of the branch: without one, the assembler moves the end
     # of dP up to before the exponentials that should run under it.
     if has_next & (not is_there):
         ch.q.wait_full(n + 1)
     matmul.wait(0 if is_first else 1)
-    make_dS(wg, S, dP, slope, n)
+    dP = matmul.as_rows(acc_dP)  # (row, col)
+    make_dS(wg, matmul.as_rows(acc_S), dP, n)
     if is_cut(wg, tile, block):
         # What a hidden pair is multiplied by may be NaN.
         hide(wg, dP, tile, block, 0.0)
@@ -135,42 +142,51 @@ def attend_block(wg: Constexpr, tile: Tile, step: Any, is_first: Constexpr, has_
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.barrier(barrier_id=Sync.DS_WRITTEN, number_of_threads=128 * wg.spec.warpgroups)
     regs.multiply_dQ(slot)
+    is_turn = Boolean(True)
+    if const_expr(wg.spec.deterministic):
+        is_turn = ch.turn.is_full(n)
     # No multiply may be under way where the loop closes, if its result is read behind: the
     # assembler would then let none run beside another.
     matmul.wait(0)
     ch.do.release(n)
-    add_dQ(wg, tile, head, block)
+    add_dQ(wg, tile, step, is_turn)
 
 
 @cute.jit
-def make_P(wg: Constexpr, S: cute.Tensor, tile: Tile, n: Int32, block: Int32) -> Any:
-    """S of a query block -> P, in place. Where there is a softcap, its derivative at S."""
-    slope = None
+def make_P(wg: Constexpr, acc_S: cute.Tensor, tile: Tile, n: Int32, block: Int32):
+    """S of a query block -> P for the multiply, and in place: P for dS.
+
+    Where there is a softcap, that is times the derivative of the capped logit by the logit.
+    """
+    S = matmul.as_rows(acc_S)  # (row, col)
+    P = S
     scale_log2 = wg.op.scale * LOG2_E
     if const_expr(wg.spec.has_softcap):
         # A capped logit is c * tanh(s / c); only the tanh is left of it in the registers.
         scale_log2 = wg.op.softcap * LOG2_E
-        slope = cute.make_rmem_tensor(S.layout, Float32)
+        P = matmul.as_rows(cute.make_rmem_tensor(acc_S.layout, Float32))
         for r in cutlass.range_constexpr(matmul.THREAD_ROWS):
             for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
                 S[r, c] = tanh(S[r, c] * (wg.op.scale / wg.op.softcap))
-                slope[r, c] = 1.0 - S[r, c] * S[r, c]
+                P[r, c] = S[r, c]
     if is_cut(wg, tile, block):
-        hide(wg, S, tile, block, -Float32.inf)
+        hide(wg, P, tile, block, -Float32.inf)
     lse = wg.regs.numbers(wg.sm.sLSE, wg.ch.q.index(n))
     for r in cutlass.range_constexpr(matmul.THREAD_ROWS):
         for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
-            S[r, c] = exp2(fma(S[r, c], scale_log2, -lse[c]))
-    return slope
+            P[r, c] = exp2(fma(P[r, c], scale_log2, -lse[c]))
+            if const_expr(wg.spec.has_softcap):
+                S[r, c] = P[r, c] * (1.0 - S[r, c] * S[r, c])
+    held = cute.make_tensor(P.iterator, acc_S.layout)
+    wg.regs.rP.store(held.load().to(wg.regs.rP.element_type))
 
 
-def make_dS(wg: Warpgroup, P: cute.Tensor, dP: cute.Tensor, slope: Any, n: Int32) -> None:
+def make_dS(wg: Warpgroup, P: cute.Tensor, dP: cute.Tensor, n: Int32) -> None:
     """dP -> dS, in place, without the scale."""
     delta = wg.regs.numbers(wg.sm.sDelta, wg.ch.do.index(n))
     for r in range(matmul.THREAD_ROWS):
         for c in range(cute.size(P, mode=[1])):
-            dS = P[r, c] * (dP[r, c] - delta[c])
-            dP[r, c] = dS if slope is None else dS * slope[r, c]
+            dP[r, c] = P[r, c] * (dP[r, c] - delta[c])
 
 
 def first_key(wg: Warpgroup, tile: Tile) -> Int32:
@@ -207,9 +223,12 @@ def hide(wg: Warpgroup, X: cute.Tensor, tile: Tile, block: Int32, value: float) 
 
 
 @cute.jit
-def add_dQ(wg: Constexpr, tile: Tile, head: Int32, block: Int32):
-    """This warpgroup's part of a query block's dQ, registers -> gmem; in its turn, where it has one."""
-    spec, op = wg.spec, wg.op
+def add_dQ(wg: Constexpr, tile: Tile, step: Any, is_turn: Boolean):
+    """This warpgroup's part of a query block's dQ, registers -> gmem.
+
+    Where there are turns: in its turn, which it may have seen to have come.
+    """
+    spec, op, (n, head, block) = wg.spec, wg.op, step
     if const_expr(spec.packed):
         first = padded_start(tile.q_start, tile.batch)
         mdQ = op.mdQ[None, None, None, None, head]
@@ -221,30 +240,7 @@ def add_dQ(wg: Constexpr, tile: Tile, head: Int32, block: Int32):
         unit += wg.regs.w
     target = cute.domain_offset((0, 0, wg.regs.first_octet), mdQ[None, None, None, unit])
     if const_expr(spec.deterministic):
-        row = first // spec.tile_q + block
-        mTurns = op.mTurns[None, head] if spec.packed else op.mTurns[None, head, tile.batch]
-        done = mTurns.iterator + row
-        wait_for_turn(wg, done, spec.warpgroups * turn(spec, op, tile, block))
-        wg.regs.add_dQ(target)
-        end_turn(wg, done)
-    else:
-        wg.regs.add_dQ(target)
-
-
-@cute.jit
-def wait_for_turn(wg: Constexpr, done: cute.Pointer, before: Int32):
-    """Until `before` warpgroups have added to this dQ."""
-    if wg.regs.thread == 0:
-        seen = Int32(-1)
-        while seen < before:
-            seen = cute.arch.atomic_add(done, Int32(0), sem="acquire", scope="gpu")
-    cute.arch.barrier(barrier_id=Sync.TURN + wg.regs.w, number_of_threads=128)
-
-
-@cute.jit
-def end_turn(wg: Constexpr, done: cute.Pointer):
-    # Orders each thread's additions before the one that says they are made.
-    cute.arch.fence_acq_rel_gpu()
-    cute.arch.barrier(barrier_id=Sync.TURN + wg.regs.w, number_of_threads=128)
-    if wg.regs.thread == 0:
-        cute.arch.atomic_add(done, Int32(1), sem="release", scope="gpu")
+        wait_for_turn(wg, n, is_turn)
+    wg.regs.add_dQ(target)
+    if const_expr(spec.deterministic):
+        end_turn(wg, n)

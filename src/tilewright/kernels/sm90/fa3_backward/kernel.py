@@ -2,6 +2,7 @@
 
     schedule  1 warp        counter in memory -> tiles of keys
     load      1 warp        tiles -> K, V; Q, dO and their numbers in shared memory, by TMA
+    turns     2 warps       when dQ may be added to, and that it was, of a deterministic call
     compute   1-3 x 4 warps S, dP | P, dS | dV += P^T dO, dK += dS^T Q | dQ = dS K, added to memory
 
 Shapes: q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), dout like q with Dv; dk, dv like k
@@ -28,6 +29,7 @@ from tilewright.kernels.sm90.fa3_backward.operands import Channels, Operands, Sh
 from tilewright.kernels.sm90.fa3_backward.registers import make_mmas
 from tilewright.kernels.sm90.fa3_backward.schedule import schedule
 from tilewright.kernels.sm90.fa3_backward.spec import BackwardSpec
+from tilewright.kernels.sm90.fa3_backward.turns import count_additions, take_turns
 from tilewright.kernels.sm90.fa3_backward.wide import compute_wide
 from tilewright.kernels.sm90.fa3_backward.wide_registers import p_layout
 
@@ -52,6 +54,7 @@ class Backward:
         dq_sum: cute.Tensor,
         dk: cute.Tensor,
         dv: cute.Tensor,
+        spoilt: cute.Tensor,
         cu_seqlens_q: Any,
         cu_seqlens_k: Any,
         seqused_q: Any,
@@ -89,6 +92,7 @@ class Backward:
             mdQ=permuted(dq_sum, (4, 3, 2, 1, 0) if packed else (5, 4, 3, 2, 1, 0)),
             mdK=mdK,
             mdV=mdV,
+            mSpoilt=spoilt,
             mCounter=tile_counter,
             mTurns=mTurns,
             lengths=lengths,
@@ -125,6 +129,8 @@ class Backward:
             v=ring(smem, 1),
             q=ring(smem, spec.q_stages),
             do=ring(smem, spec.do_stages),
+            turn=ring(smem, 2),
+            added=ring(smem, 2),
             tail=ring(smem, 1),
             p=ring(smem, 1) if spec.is_wide else None,
             ds=ring(smem, 2) if spec.is_wide else None,
@@ -143,7 +149,9 @@ class Backward:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         consumers = 4 * spec.warpgroups  # warps
         if thread == 0:
-            ch.tile.initialise(producers=1, consumers=consumers + 1)
+            ch.tile.initialise(producers=1, consumers=consumers + 1 + 2 * spec.deterministic)
+            ch.turn.initialise(producers=1, consumers=consumers)
+            ch.added.initialise(producers=consumers, consumers=1)
             for loaded in (ch.k, ch.v, ch.q, ch.do):
                 loaded.initialise(producers=1, consumers=consumers)
             ch.tail.initialise(producers=1, consumers=1)
@@ -159,6 +167,11 @@ class Backward:
                 load(spec, op, sm, ch)
             if warp == 1:
                 schedule(spec, op, sm, ch)
+            if const_expr(spec.deterministic):
+                if warp == 2:
+                    take_turns(spec, op, sm, ch)
+                if warp == 3:
+                    count_additions(spec, op, sm, ch)
         else:
             cute.arch.setmaxregister_increase(many)
             run = compute_wide if spec.is_wide else compute
@@ -210,6 +223,7 @@ def fake_operands(spec: BackwardSpec) -> tuple[Any, ...]:
     q, k, v, do = (tensor_of(batch + x) for x in ("q hq d", "k hk d", "k hk dv", "q hq dv"))
     numbers = [compact(batch + "hq r", Float32, 16) for _ in range(2)]
     dq_sum = compact(batch + "hq units octets threads four", Float32, 16)
+    spoilt = cute.runtime.make_fake_compact_tensor(Int32, (1,), assumed_align=4)
     gradients = [tensor_of(batch + names) for names in ("k hk d", "k hk dv")]
     lengths: list[Any] = [None] * 4
     if spec.packed:
@@ -222,6 +236,6 @@ def fake_operands(spec: BackwardSpec) -> tuple[Any, ...]:
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     scalars = (Float32(1.0), Float32(0.0), Int32(0), Int32(0), Int32(0), Int32(1))
     return (
-        *(q, k, v, do, *numbers, dq_sum, *gradients, *lengths),
+        *(q, k, v, do, *numbers, dq_sum, *gradients, spoilt, *lengths),
         *(counter, turns, *scalars, stream),
     )

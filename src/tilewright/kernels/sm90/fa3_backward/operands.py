@@ -29,6 +29,7 @@ class Operands:
     mdQ: cute.Tensor  # (4, thread, octet, 64 rows, h[, b]), fragments
     mdK: cute.Tensor  # (kv, d, h[, b])
     mdV: cute.Tensor  # (kv, d, h[, b])
+    mSpoilt: cute.Tensor  # (1): whether one of dK or dV is not finite
     mCounter: cute.Tensor  # (2): the next tile, the CTAs that are done
     mTurns: Any  # (q_block, h[, b]): the additions to dQ that were made, of a deterministic call
     lengths: Any  # fa3's Lengths of a packed call
@@ -67,6 +68,8 @@ class Channels:
     v: Ring
     q: Ring  # with lse
     do: Ring  # with delta
+    turn: Ring  # take_turns -> compute: it may add, of a deterministic call
+    added: Ring  # compute -> count_additions: it has added
     tail: Ring  # load -> load: a tile that needs its last rows zeroed
     p: Any = None  # the warpgroup that makes P -> the one that makes dS, of a wide kernel
     ds: Any = None  # the warpgroup that makes dS -> both, of a wide kernel
@@ -86,7 +89,6 @@ class Sync(IntEnum):
     """Named barriers. 0 is the whole CTA's."""
 
     DS_WRITTEN = 1  # all computing warpgroups have written their keys' part of dS
-    TURN = 8  # and the next two: a warpgroup's additions to dQ may begin, or are over
 
 
 @dataclass(frozen=True)

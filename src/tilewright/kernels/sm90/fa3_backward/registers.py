@@ -21,7 +21,7 @@ def make_mmas(spec: BackwardSpec, dtype: Any) -> tuple[Any, ...]:
     """Those of S and dP, whose rows are keys, of dV and dK, and of dQ, whose rows are queries."""
     K, MN = matmul.K_MAJOR, matmul.MN_MAJOR
     return (
-        matmul.make_mma(dtype, spec.tile_q, K, a_in_registers=False),
+        matmul.make_mma(dtype, spec.tile_q, K, spec.keys_in_registers),
         matmul.make_mma(dtype, spec.head_dim_v, MN, a_in_registers=True),
         matmul.make_mma(dtype, spec.head_dim, MN, a_in_registers=not spec.is_wide),
         matmul.make_mma(dtype, spec.dq_columns, MN, a_in_registers=False, a_layout=MN),
@@ -41,6 +41,7 @@ class Registers(Unchanged):
             cute.local_tile(x[None, None, 0], (matmul.ROWS, dim), (w, 0))
             for x, dim in ((sm.sK, spec.head_dim), (sm.sV, spec.head_dim_v))
         )
+        self.sK, self.sV = sK, sV
         self.tSrK = self.mma_S.make_fragment_A(part_S.partition_A(sK))
         self.tSrQ = self.mma_S.make_fragment_B(part_S.partition_B(sm.sQ))
         self.tPrV = self.mma_S.make_fragment_A(part_S.partition_A(sV))
@@ -72,6 +73,13 @@ class Registers(Unchanged):
         self.store_dS = store_dS
         self.part_store = cute.make_tiled_copy_C(store_dS, self.mma_S).get_slice(thread)
         self.sdS = cute.local_tile(sm.sdS, (matmul.ROWS, spec.tile_q, 2), (w, 0, 0))
+
+    def read_keys(self) -> None:
+        """smem K and V -> registers, where the multiplies take them from there."""
+        for sX, rX in ((self.sK, self.tSrK), (self.sV, self.tPrV)):
+            atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), sX.element_type)
+            part = cute.make_tiled_copy_A(atom, self.mma_S).get_slice(self.thread)
+            cute.copy(atom, part.partition_S(sX), part.retile(rX))
 
     def multiply_S(self, slot: Int32) -> cute.Tensor:
         """The accumulator of S^T = K Q^T."""

@@ -25,6 +25,8 @@ class Order:
     head_dim_v: int
     longest_first: bool
     dynamic: bool = True
+    cluster: int = 1
+    tiles_per_cta: int = 3
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,11 @@ class Sides:
 def order(spec: BackwardSpec) -> Order:
     # Of a query, Q and dO are read and the sums of dQ, in float32, are added to. The first keys are
     # those that most queries see, but sums in a fixed order go from the last keys to the first:
-    # then none waits for one that began with it (docs/fa3.md).
+    # then none waits for one that began with it. Such tiles of one head should be few at a time, so
+    # sections are as large as where tiles differ in length.
     return Order(
         spec.packed,
-        spec.bounded_right,
+        spec.bounded_right or spec.deterministic,
         spec.tile_kv,
         3 * spec.head_dim,
         spec.head_dim_v,

@@ -43,6 +43,7 @@ class BackwardSpec:
     tile_kv: int = 128
     q_stages: int = 3
     do_stages: int = 2
+    keys_in_registers: bool = False  # K and V are multiplied from there
     tiles_ahead: int = 1
 
     @property
@@ -107,6 +108,8 @@ class BackwardSpec:
             return f"tile_kv={self.tile_kv}: one to three warpgroups own {MMA_ROWS} keys each"
         if self.is_wide and (self.tile_q, self.tile_kv) != (MMA_ROWS, MMA_ROWS):
             return f"tile_q={self.tile_q}, tile_kv={self.tile_kv}: head dims over 128 take 64 of each"
+        if self.is_wide and self.keys_in_registers:
+            return "keys_in_registers: head dims over 128 leave no registers for keys"
         if self.smem_bytes > SMEM_BYTES:
             return f"{self.smem_bytes} B of shared memory, {SMEM_BYTES} B exist"
         return None
@@ -126,6 +129,27 @@ class BackwardSpec:
         parts += ["softcap"] if self.has_softcap else []
         parts += ["deterministic"] if self.deterministic else []
         return "_".join([*parts, f"{self.tile_q}x{self.tile_kv}"])
+
+
+@dataclass(frozen=True)
+class RowsSpec:
+    """One compiled prepare or finish. `head_dim` is a tile's: of dO the one, of dQ the other."""
+
+    dtype: str = "bfloat16"
+    head_dim: int = 128
+    packed: bool = False
+
+    def why_illegal(self) -> str | None:
+        """As of `BackwardSpec`."""
+        if self.dtype not in DTYPES:
+            return f"dtype={self.dtype}: want one of {', '.join(DTYPES)}"
+        if self.head_dim not in HEAD_DIMS:
+            return f"head_dim={self.head_dim}: tiles have one of {HEAD_DIMS}"
+        return None
+
+    def __str__(self) -> str:
+        parts = [{"float16": "f16", "bfloat16": "bf16"}[self.dtype], f"d{self.head_dim}"]
+        return "_".join(parts + (["varlen"] if self.packed else []))
 
 
 def padded_start(start: Any, sequence: Any) -> Any:

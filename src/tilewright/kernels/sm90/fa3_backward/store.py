@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Constexpr, Int32
+from cutlass import Constexpr, Float32, Int32, const_expr
 
-from tilewright.kernels.blocks.arithmetic import select
+from tilewright.kernels.blocks.arithmetic import fma, select
 from tilewright.kernels.sm90 import matmul
 from tilewright.kernels.sm90.fa3.load import rows_of
-from tilewright.kernels.sm90.fa3.store import store_row
+from tilewright.kernels.sm90.fa3.repair import is_not_finite
 from tilewright.kernels.sm90.fa3_backward.operands import Operands, Tile
+from tilewright.kernels.sm90.rows import store_row
 
 
 @cute.jit
@@ -21,7 +24,21 @@ def store(spec: Constexpr, op: Operands, regs: Constexpr, tile: Tile):
     )
     acc = regs.acc_dK
     acc.store(acc.load() * op.scale)
+    # Without bounds, rows that are hidden are past a sequence's end, where a dense one's are zeros.
+    if const_expr(spec.bounded_left or spec.bounded_right or spec.packed):
+        report_spoilt(op, (regs.acc_dV, acc))
     store_keys(regs, acc, rows_of(spec, op.mdK, tile.head, tile.batch, tile.k_start, 0), tile)
+
+
+@cute.jit
+def report_spoilt(op: Operands, accs: Any):
+    """Let finish look after rows that are not finite, which hidden ones may have spoilt."""
+    found = Float32(0.0)
+    for acc in accs:
+        for i in cutlass.range_constexpr(cute.size(acc)):
+            found = fma(acc[i], 0.0, found)
+    if is_not_finite(found):
+        op.mSpoilt[0] = Int32(1)
 
 
 @cute.jit

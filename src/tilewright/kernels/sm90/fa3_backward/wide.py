@@ -40,7 +40,7 @@ from tilewright.kernels.sm90.fa3_backward.operands import (
     Tile,
     query_blocks,
 )
-from tilewright.kernels.sm90.fa3_backward.store import store_keys
+from tilewright.kernels.sm90.fa3_backward.store import report_spoilt, store_keys
 from tilewright.kernels.sm90.fa3_backward.wide_registers import WideRegisters
 
 
@@ -80,13 +80,17 @@ def attend_tiles(wg: Constexpr):
     ch.tile.wait_full(tiles)
     tile = Tile.read(sm.sTile, ch.tile.index(tiles))
     while tile.kv_block >= 0:
-        ch.tile.release(tiles)
+        if const_expr(not spec.deterministic):
+            ch.tile.release(tiles)
         begin, count = query_blocks(spec, op, tile)
         wg.regs.acc.fill(0.0)
         if count > 0:
             attend_queries(wg, tile, begin, count, loaded, steps)
             loaded += 1
             steps += count * (op.heads_q // op.heads_k)
+        if const_expr(spec.deterministic):
+            # A tile that is taken ahead is one that others wait for.
+            ch.tile.release(tiles)
         store(wg, tile)
         tiles += 1
         ch.tile.wait_full(tiles)
@@ -107,7 +111,7 @@ def attend_queries(
     wg.pairs.wait_full(steps)
     attend_block(wg, tile, (steps, head, block), None, steps < last)
     for n in cutlass.range(steps + 1, last + 1, unroll=1):
-        before = head, block
+        before = n - 1, head, block
         block += 1
         if block == begin + count:
             block = begin
@@ -121,12 +125,12 @@ def attend_queries(
     ch.k.release(loaded)
     ch.ds.release(last)
     wg.summed.release(last)
-    add_dQ(wg, tile, head, block)
+    add_dQ(wg, tile, (last, head, block), Boolean(False))
 
 
 @cute.jit
 def attend_block(wg: Constexpr, tile: Tile, step: Any, before: Constexpr, has_next: Boolean):
-    """Step (n, head, query block), and dQ of the one `before`, (head, query block)."""
+    """Step (n, head, query block), and dQ of the one `before`."""
     ch, regs, (n, _, block) = wg.ch, wg.regs, step
     acc = regs.multiply_pairs(wg.pairs.index(n))
     if const_expr(before is not None):
@@ -155,24 +159,20 @@ def attend_block(wg: Constexpr, tile: Tile, step: Any, before: Constexpr, has_ne
     if has_next & (not is_next_there):
         wg.pairs.wait_full(n + 1)
     if const_expr(before is not None):
+        is_turn = Boolean(True)
+        if const_expr(wg.spec.deterministic):
+            is_turn = ch.turn.is_full(n - 1)
         matmul.wait(1)
         ch.ds.release(n - 1)
-        add_dQ(wg, tile, *before)
+        add_dQ(wg, tile, before, is_turn)
 
 
 @cute.jit
 def hand_on_P(wg: Constexpr, acc: cute.Tensor, tile: Tile, n: Int32, block: Int32):
-    """S -> P, as A of the multiply that makes dV, and in smem."""
+    """S -> P, as A of the multiply that makes dV, and in smem, for dS."""
     regs, p = wg.regs, wg.ch.p
     is_free = p.is_empty(n)
-    S = matmul.as_rows(acc)  # (row, col)
-    slope = make_P(wg, S, tile, n, block)
-    regs.rP.store(acc.load().to(regs.rP.element_type))
-    if const_expr(slope is not None):
-        # All that dS wants of both is their product.
-        for r in cutlass.range_constexpr(matmul.THREAD_ROWS):
-            for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
-                S[r, c] *= slope[r, c]
+    make_P(wg, acc, tile, n, block)
     if not is_free:
         p.wait_empty(n)
     regs.write_P(acc)
@@ -208,4 +208,6 @@ def store(wg: Constexpr, tile: Tile):
     if const_expr(regs.w == 1):
         mX = op.mdK
         regs.acc.store(regs.acc.load() * op.scale)
+    if const_expr(spec.bounded_left or spec.bounded_right or spec.packed):
+        report_spoilt(op, (regs.acc,))
     store_keys(regs, regs.acc, rows_of(spec, mX, tile.head, tile.batch, tile.k_start, 0), tile)

@@ -1,0 +1,52 @@
+"""Emulated: the PTX of the backward's main kernels is right, free of races and deadlocks.
+
+Copies and multiplies complete as early as they may, as late as they may, and at random.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.compiled import emulator
+from tests.kernels.small import Small
+from tests.kernels.small_backward import Results, assert_right, attend_backward, small_problems
+from tests.kernels.workspace import rows_of
+from tilewright.emulator import Options
+from tilewright.kernels import catalog
+from tilewright.kernels.catalog import Kernel
+
+KERNELS = [x for x in catalog.kernels("sm_90a") if x.family == catalog.FA3_BACKWARD]
+ORDERS = ("eager", "late", "random")
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("entry_of")]
+
+
+def emulate(kernel: Kernel, small: Small, order: str) -> Results:
+    run = emulator(kernel)
+    run.options = Options(order, races=True)
+    results = attend_backward(run, kernel.spec, small)
+    assert not results.call.reports
+    return results
+
+
+@pytest.mark.parametrize("name", ["edges", "heads"])
+@pytest.mark.parametrize("kernel", [x for x in KERNELS if x.spec.dtype == "bfloat16"], ids=str)
+def test_every_kernel_in_every_order(kernel: Kernel, name: str) -> None:
+    """Which may not change a bit, but of sums of dQ that several CTAs add to as they come."""
+    small = small_problems(kernel.spec)[name]
+    first, *others = (emulate(kernel, small, order) for order in ORDERS)
+    for other in others:
+        assert torch.equal(other.dk, first.dk) and torch.equal(other.dv, first.dv)
+        for at in first.work.at:
+            a, b = (rows_of(x.work.dq_sum)[at] for x in (first, other))
+            assert torch.equal(a, b) or not kernel.spec.deterministic
+        assert_right(other, kernel.spec, small)
+    assert_right(first, kernel.spec, small)
+
+
+@pytest.mark.parametrize("kernel", [x for x in KERNELS if x.spec.dtype == "float16"], ids=str)
+def test_float16(kernel: Kernel) -> None:
+    """As bfloat16 but for the type: one order and one problem do."""
+    small = small_problems(kernel.spec)["edges"]
+    assert_right(emulate(kernel, small, "late"), kernel.spec, small)
