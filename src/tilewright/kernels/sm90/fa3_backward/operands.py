@@ -56,7 +56,7 @@ class Shared:
     sLSE: cute.Tensor  # (q, stage)
     sDelta: cute.Tensor  # (q, stage)
     sTile: cute.Tensor  # (word, slot)
-    sP: Any = None  # (4, thread, octet, slot), fragments in float32, of a wide kernel
+    sP: Any = None  # (4, thread, octet), float32, of a wide kernel
 
 
 @dataclass(frozen=True)

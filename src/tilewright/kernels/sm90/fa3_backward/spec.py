@@ -107,7 +107,7 @@ class BackwardSpec:
         if self.tile_kv % MMA_ROWS or not 1 <= self.warpgroups <= 3:
             return f"tile_kv={self.tile_kv}: one to three warpgroups own {MMA_ROWS} keys each"
         if self.is_wide and (self.tile_q, self.tile_kv) != (MMA_ROWS, MMA_ROWS):
-            return f"tile_q={self.tile_q}, tile_kv={self.tile_kv}: head dims over 128 take 64 of each"
+            return f"tile {self.tile_q}x{self.tile_kv}: head dims over 128 take 64x64"
         if self.is_wide and self.keys_in_registers:
             return "keys_in_registers: head dims over 128 leave no registers for keys"
         if self.smem_bytes > SMEM_BYTES:

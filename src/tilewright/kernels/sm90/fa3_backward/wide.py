@@ -1,4 +1,4 @@
-"""The consumers for head dims over 128: two warpgroups that share 64 keys, one with dV, one with dK.
+"""The consumers for head dims over 128: two warpgroups share 64 keys, one has dV, the other dK.
 
 Steady state, query blocks i from first to last. Multiplies of a warpgroup run in the order of
 their issue; beside them stands what it does meanwhile, so that none of the two ever has nothing to
@@ -155,7 +155,7 @@ def attend_block(wg: Constexpr, tile: Tile, step: Any, before: Constexpr, has_ne
         regs.multiply_dV(ch.do.index(n))
     else:
         ch.ds.wait_full(n)
-        regs.multiply_dK_of(ch.ds.index(n), ch.q.index(n))
+        regs.multiply_dK_from(ch.ds.index(n), ch.q.index(n))
     if has_next & (not is_next_there):
         wg.pairs.wait_full(n + 1)
     if const_expr(before is not None):
@@ -190,7 +190,6 @@ def hand_on_dS(wg: Constexpr, acc: cute.Tensor, tile: Tile, n: Int32, block: Int
     if is_cut(wg, tile, block):
         # What a hidden pair is multiplied by may be NaN.
         hide(wg, matmul.as_rows(acc), tile, block, 0.0)
-    regs.rdS = cute.make_rmem_tensor(regs.shape_S, wg.sm.sdS.element_type)
     regs.rdS.store(acc.load().to(regs.rdS.element_type))
     if not is_free:
         ds.wait_empty(n)

@@ -28,7 +28,8 @@ def p_layout(spec: BackwardSpec) -> cute.Layout:
 class WideRegisters(Registers):
     """Of warpgroup 0, which makes S, P and dV, or 1, which makes dP, dS and dK.
 
-    The first multiply's A are keys and its B queries; the second's A is what was made of that.
+    Both have the same multiplies: of keys by queries, of what was made of that by queries, which is
+    summed up in `acc`, and some of the columns of dQ. `w` is known when the kernel is traced.
     """
 
     def __init__(self, spec: BackwardSpec, sm: Shared, mmas: Any, thread: Int32, w: int):
@@ -49,9 +50,7 @@ class WideRegisters(Registers):
         self.tQrdS = self.mma_dQ.make_fragment_A(part_dQ.partition_A(transposed(sm.sdS)))
         self.tQrKs = [
             self.mma_dQ.make_fragment_B(
-                part_dQ.partition_B(
-                    cute.local_tile(sKt, (spec.dq_columns, spec.tile_kv), (i, 0))
-                )
+                part_dQ.partition_B(cute.local_tile(sKt, (spec.dq_columns, spec.tile_kv), (i, 0)))
             )
             for i in parts
         ]
@@ -62,13 +61,12 @@ class WideRegisters(Registers):
         )
         self.accs_dQ: list[Any] = [None for _ in parts]
         dtype = sm.sQ.element_type
+        self.rP, self.rdS = (cute.make_rmem_tensor(self.shape_S, dtype) for _ in range(2))
         # dS is read back from shared memory for dK too: with it in registers there are too few of
         # them at 256, and the assembler lets no multiply run beside another.
+        self.tSumrA = matmul.as_operand_A(self.rP)
         if w:
             self.tSumrA = self.mma_sum.make_fragment_A(part_sum.partition_A(sm.sdS))
-        else:
-            self.rP = cute.make_rmem_tensor(self.shape_S, dtype)
-            self.tSumrA = matmul.as_operand_A(self.rP)
         self.store_dS = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
         self.part_store = cute.make_tiled_copy_C(self.store_dS, self.mma_S).get_slice(thread)
         self.sdS = sm.sdS
@@ -85,7 +83,7 @@ class WideRegisters(Registers):
         B = self.tSumrB[None, None, None, slot]
         matmul.gemm(self.mma_sum, self.acc, self.tSumrA, B, accumulate=True)
 
-    def multiply_dK_of(self, slot_dS: Int32, slot: Int32) -> None:
+    def multiply_dK_from(self, slot_dS: Int32, slot: Int32) -> None:
         # dK += dS^T Q
         A, B = self.tSumrA[None, None, None, slot_dS], self.tSumrB[None, None, None, slot]
         matmul.gemm(self.mma_sum, self.acc, A, B, accumulate=True)
@@ -106,6 +104,7 @@ class WideRegisters(Registers):
             add_fragments(acc, mdQ, self.thread, part * cute.size(acc) // FRAGMENT)
 
     def write_P(self, acc: cute.Tensor) -> None:
+        """P, an accumulator -> smem."""
         for i in range(self.spec.tile_q // 8):
             cute.autovec_copy(_octets(acc)[None, i], self.sP[None, i])
 
