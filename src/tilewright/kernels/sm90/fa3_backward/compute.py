@@ -41,7 +41,11 @@ from tilewright.kernels.sm90.fa3_backward.operands import (
 from tilewright.kernels.sm90.fa3_backward.registers import Registers
 from tilewright.kernels.sm90.fa3_backward.spec import padded_start
 from tilewright.kernels.sm90.fa3_backward.store import store
-from tilewright.kernels.sm90.fa3_backward.turns import end_turn, wait_for_turn
+from tilewright.kernels.sm90.fa3_backward.turns import (
+    end_turn,
+    release_tile,
+    wait_for_turn,
+)
 
 
 @dataclass(frozen=True)
@@ -61,18 +65,17 @@ def compute(spec: Constexpr, op: Operands, sm: Shared, ch: Channels, mmas: Const
     ch.tile.wait_full(tiles)
     tile = Tile.read(sm.sTile, ch.tile.index(tiles))
     while tile.kv_block >= 0:
-        if const_expr(not spec.deterministic):
-            ch.tile.release(tiles)
         begin, count = query_blocks(spec, op, tile)
+        if const_expr(spec.deterministic):
+            release_tile(wg, tiles, count == 0)
+        else:
+            ch.tile.release(tiles)
         wg.regs.acc_dV.fill(0.0)
         wg.regs.acc_dK.fill(0.0)
         if count > 0:
-            attend_queries(wg, tile, begin, count, loaded, steps)
+            attend_queries(wg, tile, begin, count, (tiles, loaded, steps))
             loaded += 1
             steps += count * (op.heads_q // op.heads_k)
-        if const_expr(spec.deterministic):
-            # A tile that is taken ahead is one that others wait for.
-            ch.tile.release(tiles)
         store(spec, op, wg.regs, tile)
         tiles += 1
         ch.tile.wait_full(tiles)
@@ -80,11 +83,12 @@ def compute(spec: Constexpr, op: Operands, sm: Shared, ch: Channels, mmas: Const
 
 
 @cute.jit
-def attend_queries(
-    wg: Constexpr, tile: Tile, begin: Int32, count: Int32, loaded: Int32, steps: Int32
-):
-    """All queries of all heads that see a tile of keys, number `loaded` of those with queries."""
-    ch, regs = wg.ch, wg.regs
+def attend_queries(wg: Constexpr, tile: Tile, begin: Int32, count: Int32, numbers: Any):
+    """All queries of all heads that see a tile of keys.
+
+    `numbers` are the tile's, its own among those that have queries, and the first step's.
+    """
+    ch, regs, (tiles, loaded, steps) = wg.ch, wg.regs, numbers
     group = wg.op.heads_q // wg.op.heads_k
     head, block, last = tile.head * group, begin, steps + count * group - 1
     ch.k.wait_full(loaded)
@@ -93,12 +97,16 @@ def attend_queries(
     if const_expr(wg.spec.keys_in_registers):
         regs.read_keys()
         ch.v.release(loaded)
+    if const_expr(wg.spec.deterministic):
+        release_tile(wg, tiles, steps + 1 >= last)
     attend_block(wg, tile, (steps, head, block), True, steps < last)
     for n in cutlass.range(steps + 1, last + 1, unroll=1):
         block += 1
         if block == begin + count:
             block = begin
             head += 1
+        if const_expr(wg.spec.deterministic):
+            release_tile(wg, tiles, n + 1 == last)
         attend_block(wg, tile, (n, head, block), False, n < last)
     if const_expr(not wg.spec.keys_in_registers):
         ch.v.release(loaded)
