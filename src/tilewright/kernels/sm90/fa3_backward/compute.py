@@ -198,7 +198,7 @@ def make_dS(wg: Warpgroup, P: cute.Tensor, dP: cute.Tensor, n: Int32) -> None:
 
 
 def first_key(wg: Warpgroup, tile: Tile) -> Int32:
-    return tile.kv_block * wg.spec.tile_kv + wg.regs.w * matmul.ROWS
+    return tile.kv_block * wg.spec.tile_kv + wg.regs.first_key
 
 
 def is_cut(wg: Warpgroup, tile: Tile, block: Int32) -> Boolean:
@@ -244,12 +244,9 @@ def add_dQ(wg: Constexpr, tile: Tile, step: Any, is_turn: Boolean):
         first = Int32(0)
         mdQ = op.mdQ[None, None, None, None, head, tile.batch]
     unit = (first + block * spec.tile_q) // matmul.ROWS
-    octet = Int32(0)
-    if const_expr(spec.tile_q == matmul.ROWS):
-        octet = wg.regs.w * (spec.dq_columns // 8)
-    else:
+    if const_expr(spec.tile_q != matmul.ROWS):
         unit += wg.regs.w
-    target = cute.domain_offset((0, 0, octet), mdQ[None, None, None, unit])
+    target = cute.domain_offset((0, 0, wg.regs.first_octet), mdQ[None, None, None, unit])
     if const_expr(spec.deterministic):
         wait_for_turn(wg, n, is_turn)
     wg.regs.add_dQ(target)
