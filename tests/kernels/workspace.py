@@ -14,7 +14,7 @@ from tilewright.kernels.sm90.fa3_backward.spec import padded_rows, padded_start
 
 @dataclass
 class Workspace:
-    """NaN, or -1, before it is written. `at` is where a sequence's (heads, rows) lie in row terms."""
+    """NaN, or -1, before it is written. `at` is where a sequence has its (heads, rows)."""
 
     lse_log2: Tensor  # (batch, heads, r) or (heads, r)
     delta: Tensor
