@@ -73,7 +73,7 @@ def attend_backward(kernel: Callable[..., Any], spec: BackwardSpec, small: Small
         *outer, padded = work.delta.shape
         turns = torch.zeros(*outer, padded // spec.tile_q, dtype=torch.int32)
     call = kernel(
-        *(q, k, v, dout, work.lse_log2, work.delta, work.dq_sum, dk, dv),
+        *(q, k, v, dout, work.lse_log2, work.delta, work.dq_sum, dk, dv, work.spoilt),
         *(*lengths_of(placement), counter, turns),
         *(rule.scale, rule.softcap or 0.0, left, right),
         3 if small.layout == "used" else 0,
@@ -88,6 +88,7 @@ def fill(work: Workspace, batch: Batch, options: dict[str, Any]) -> None:
     work.lse_log2.fill_(math.inf)
     work.delta.zero_()
     work.dq_sum.zero_()
+    work.spoilt.zero_()
     exact = by_formula(batch, torch.float64, **options)
     for x, out, lse, at in zip(batch.sequences, exact.out, exact.lse, work.at, strict=True):
         is_empty = lse == -math.inf
@@ -97,7 +98,11 @@ def fill(work: Workspace, batch: Batch, options: dict[str, Any]) -> None:
 
 
 def assert_right(results: Results, spec: BackwardSpec, small: Small) -> None:
-    """By the oracle and the rule of accuracy; keys of no sequence have gradients of 0."""
+    """By the oracle and the rule of accuracy; keys of no sequence have gradients of 0.
+
+    NaN around the sequences spoils nothing that finish would have to look after.
+    """
+    assert results.work.spoilt.tolist() == [0]
     batch, keys = small.batch(spec, with_dlse=True), results.placement.keys
     scale = scoring(small.dims[0], small.options).scale
     sums = rows_of(results.work.dq_sum)[..., : small.dims[0]] * scale

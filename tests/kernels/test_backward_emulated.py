@@ -5,6 +5,8 @@ Copies and multiplies complete as early as they may, as late as they may, and at
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -15,8 +17,12 @@ from tests.kernels.workspace import rows_of
 from tilewright.emulator import Options
 from tilewright.kernels import catalog
 from tilewright.kernels.catalog import Kernel
+from tilewright.kernels.sm90.fa3.spec import DTYPES
 
 KERNELS = [x for x in catalog.kernels("sm_90a") if x.family == catalog.FA3_BACKWARD]
+FLOAT16, BFLOAT16 = ([x for x in KERNELS if x.spec.dtype == t] for t in DTYPES)
+# The last that the catalog lists of a head dim.
+FLOAT16_TO_RUN = list({(x.spec.head_dim, x.spec.head_dim_v): x for x in FLOAT16}.values())
 ORDERS = ("eager", "late", "random")
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("entry_of")]
@@ -30,11 +36,10 @@ def emulate(kernel: Kernel, small: Small, order: str) -> Results:
     return results
 
 
-@pytest.mark.parametrize("name", ["edges", "heads"])
-@pytest.mark.parametrize("kernel", [x for x in KERNELS if x.spec.dtype == "bfloat16"], ids=str)
-def test_every_kernel_in_every_order(kernel: Kernel, name: str) -> None:
+@pytest.mark.parametrize("kernel", BFLOAT16, ids=str)
+def test_every_kernel_in_every_order(kernel: Kernel) -> None:
     """Which may not change a bit, but of sums of dQ that several CTAs add to as they come."""
-    small = small_problems(kernel.spec)[name]
+    small = small_problems(kernel.spec)["edges"]
     first, *others = (emulate(kernel, small, order) for order in ORDERS)
     for other in others:
         assert torch.equal(other.dk, first.dk) and torch.equal(other.dv, first.dv)
@@ -45,8 +50,21 @@ def test_every_kernel_in_every_order(kernel: Kernel, name: str) -> None:
     assert_right(first, kernel.spec, small)
 
 
-@pytest.mark.parametrize("kernel", [x for x in KERNELS if x.spec.dtype == "float16"], ids=str)
+@pytest.mark.parametrize("kernel", BFLOAT16, ids=str)
+def test_heads_that_share_keys(kernel: Kernel) -> None:
+    """Or many sequences. What waits for what is as at the edges: one order does."""
+    small = small_problems(kernel.spec)["heads"]
+    assert_right(emulate(kernel, small, "random"), kernel.spec, small)
+
+
+@pytest.mark.parametrize("kernel", FLOAT16_TO_RUN, ids=str)
 def test_float16(kernel: Kernel) -> None:
-    """As bfloat16 but for the type: one order and one problem do."""
+    """As bfloat16 but for the type, which is that of the multiplies (test_compiled.py): one order,
+    one problem, and of a head dim the one kernel that does the most."""
     small = small_problems(kernel.spec)["edges"]
     assert_right(emulate(kernel, small, "late"), kernel.spec, small)
+
+
+def test_each_kernel_has_a_twin_in_the_other_dtype() -> None:
+    half, brain = ({replace(x.spec, dtype="") for x in xs} for xs in (FLOAT16, BFLOAT16))
+    assert half == brain

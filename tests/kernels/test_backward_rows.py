@@ -93,9 +93,10 @@ def test_prepare(kernel: Kernel, layout: str, has_dlse: bool) -> None:
     run.options = Options("random", races=True)
     terms = [x.transpose(-1, -2) for x in (lse, dlse)]
     lengths_q = lengths_of_queries(placement)
-    call = run(out, dout, *terms, work.lse_log2, work.delta, work.dq_sum, *lengths_q, int(has_dlse))
+    written = work.lse_log2, work.delta, work.dq_sum, work.spoilt
+    call = run(out, dout, *terms, *written, *lengths_q, int(has_dlse))
     assert not call.reports
-    assert not work.dq_sum.any()
+    assert not work.dq_sum.any() and work.spoilt.tolist() == [0]
     assert (work.outside(work.lse_log2) == math.inf).all() and not work.outside(work.delta).any()
     for index, at in zip(placement.queries.rows, work.at, strict=True):
         terms = dout[index].double() * out[index].double()
@@ -127,10 +128,11 @@ def test_finish(kernel: Kernel, layout: str, other: int) -> None:
     run = emulator(kernel)
     run.options = Options("random", races=True)
     # What is there to repair rows that are not finite is not looked at: it is NaN.
+    work.spoilt.zero_()
     nan, keys = torch.full_like(dq, torch.nan), placement.keys.shape
     k = torch.full((*keys, 1, dim), torch.nan, dtype=dq.dtype)
     call = run(
-        *(sums_of(rows), dq, nan, k, k, nan, work.lse_log2, work.delta),
+        *(sums_of(rows), dq, nan, k, k, nan, work.lse_log2, work.delta, k, k, work.spoilt),
         *(*lengths_of(placement), scale, 0.3, 0.0, 0, 0, 3 * (layout == "used")),
     )
     assert not call.reports

@@ -14,11 +14,12 @@ from tilewright.kernels.sm90.fa3_backward.spec import padded_rows, padded_start
 
 @dataclass
 class Workspace:
-    """NaN before it is written. `at` is where a sequence's (heads, rows) lie in row terms."""
+    """NaN, or -1, before it is written. `at` is where a sequence has its (heads, rows)."""
 
     lse_log2: Tensor  # (batch, heads, r) or (heads, r)
     delta: Tensor
     dq_sum: Tensor  # (batch, heads, r // 64, octets, 128, 4) or without the batch
+    spoilt: Tensor  # (1,)
     at: list[Index]
 
     def outside(self, x: Tensor) -> Tensor:
@@ -46,7 +47,7 @@ def workspace(placement: Placement, heads: int, dim: int) -> Workspace:
         ]
     terms = (torch.full((*outer, padded), torch.nan) for _ in range(2))
     sums = torch.full((*outer, padded // 64, dim // 8, 128, 4), torch.nan)
-    return Workspace(*terms, sums, at)
+    return Workspace(*terms, sums, torch.full((1,), -1, dtype=torch.int32), at)
 
 
 def lengths_of_queries(placement: Placement) -> list[Any]:

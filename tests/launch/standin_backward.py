@@ -48,6 +48,7 @@ def check_prepare(kernel: Kernel, given: dict[str, Any]) -> None:
 
 def check_workspace(given: dict[str, Any], rows: Tensor) -> None:
     """The tensors of the workspace that are passed, for the rows of q, out or dq."""
+    assert given["spoilt"].dtype == torch.int32 and given["spoilt"].shape == (1,)
     *batch, total, heads, _ = rows.shape
     bounds = given["cu_seqlens_q"]
     padded = padded_rows(total, 0 if bounds is None else len(bounds) - 1)
@@ -66,6 +67,7 @@ def prepare(kernel: Kernel, given: dict[str, Any]) -> None:
     lse_log2.fill_(math.inf)
     delta.zero_()
     given["dq_sum"].zero_()
+    given["spoilt"].zero_()
     for rows, at in places(kernel, given, given["out"]):
         lse, dlse = (given[name].transpose(-1, -2)[rows].T for name in ("lse", "dlse"))
         terms = (given["out"][rows].double() * given["dout"][rows].double()).sum(-1).T
@@ -111,6 +113,7 @@ def main(kernel: Kernel, given: dict[str, Any]) -> None:
         dq, dk[key], dv[key] = gradients(rule, piece, terms)
         sums[at][..., : dq.shape[-1]] += dq
     given["dq_sum"].copy_(sums_of(sums))
+    given["spoilt"][0] = int(not all(x.isfinite().all() for x in (dk, dv)))
 
 
 def gradients(rule: Scoring, piece: list[Tensor], terms: list[Tensor]) -> tuple[Tensor, ...]:
@@ -133,10 +136,12 @@ def gradients(rule: Scoring, piece: list[Tensor], terms: list[Tensor]) -> tuple[
 
 def check_finish(kernel: Kernel, given: dict[str, Any]) -> None:
     spec, dq = kernel.spec, given["dq"]
-    check_rows(spec, given, ("dq", "q", "k", "v", "dout"))
+    check_rows(spec, given, ("dq", "q", "k", "v", "dout", "dk", "dv"))
     check_lengths(spec, given, "qk")
     check_workspace(given, dq)
     assert dq.is_contiguous() and dq.shape == given["q"].shape
+    assert given["dk"].shape == given["k"].shape and given["dv"].shape == given["v"].shape
+    assert given["spoilt"].tolist() in ([0], [1]), "the kernels before it have said"
     assert spec.head_dim == given["dq_sum"].shape[-3] * 8 >= dq.shape[-1]
     assert type(given["signed_scale"]) is float
     assert abs(given["signed_scale"]) in (given["scale"], 0.0)
@@ -163,18 +168,21 @@ def places(kernel: Kernel, given: dict[str, Any], x: Tensor) -> Iterator[tuple[A
 
 WORKSPACE = ("lse_log2", "delta", "dq_sum")
 PREPARE = (
-    ("out", "dout", "lse", "dlse", *WORKSPACE, *LENGTHS_Q, "used", "has_dlse"),
+    ("out", "dout", "lse", "dlse", *WORKSPACE, "spoilt", *LENGTHS_Q, "used", "has_dlse"),
     check_prepare,
     prepare,
 )
 MAIN = (
-    ("q", "k", "v", "dout", *WORKSPACE, "dk", "dv", *LENGTHS, "counter", "turns", *SCALARS),
+    (
+        *("q", "k", "v", "dout", *WORKSPACE, "dk", "dv", "spoilt"),
+        *(*LENGTHS, "counter", "turns", *SCALARS),
+    ),
     check_main,
     main,
 )
 FINISH = (
     (
-        *("dq_sum", "dq", "q", "k", "v", "dout", "lse_log2", "delta"),
+        *("dq_sum", "dq", "q", "k", "v", "dout", "lse_log2", "delta", "dk", "dv", "spoilt"),
         *(*LENGTHS, "signed_scale", *SCALARS[:-1]),
     ),
     check_finish,

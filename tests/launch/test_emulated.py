@@ -116,7 +116,7 @@ def test_gradients(
     assert tuple(x.family for x in emulated) == families
 
 
-@pytest.mark.parametrize("which", ["k", "v"])
+@pytest.mark.parametrize("which", ["q", "k", "v", "dout"])
 @pytest.mark.parametrize("layout", ["dense", "used"])
 def test_gradients_that_a_spoilt_row_has_nothing_to_do_with_are_sound(
     emulated: list[Kernel], layout: str, which: str

@@ -156,6 +156,7 @@ def fake_operands(spec: RowsSpec) -> tuple[Any, ...]:
     fakes = Fakes(spec)
     rows = [fakes.rows("q hq d") for _ in range(2)]
     values = [fakes.values() for _ in range(2)]
-    workspace = fakes.padded_values(), fakes.padded_values(), fakes.sums(cute.sym_int32())
+    terms = [fakes.padded_values() for _ in range(2)]
+    workspace = *terms, fakes.sums(cute.sym_int32()), fakes.flag()
     flags = Int32(0), Int32(0)
     return (*rows, *values, *workspace, *fakes.lengths(1), *flags, fakes.stream())

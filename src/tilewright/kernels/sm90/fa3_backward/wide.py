@@ -41,6 +41,7 @@ from tilewright.kernels.sm90.fa3_backward.operands import (
     query_blocks,
 )
 from tilewright.kernels.sm90.fa3_backward.store import report_spoilt, store_keys
+from tilewright.kernels.sm90.fa3_backward.turns import release_tile
 from tilewright.kernels.sm90.fa3_backward.wide_registers import WideRegisters
 
 
@@ -80,17 +81,16 @@ def attend_tiles(wg: Constexpr):
     ch.tile.wait_full(tiles)
     tile = Tile.read(sm.sTile, ch.tile.index(tiles))
     while tile.kv_block >= 0:
-        if const_expr(not spec.deterministic):
-            ch.tile.release(tiles)
         begin, count = query_blocks(spec, op, tile)
+        if const_expr(spec.deterministic):
+            release_tile(wg, tiles, count == 0)
+        else:
+            ch.tile.release(tiles)
         wg.regs.acc.fill(0.0)
         if count > 0:
-            attend_queries(wg, tile, begin, count, loaded, steps)
+            attend_queries(wg, tile, begin, count, (tiles, loaded, steps))
             loaded += 1
             steps += count * (op.heads_q // op.heads_k)
-        if const_expr(spec.deterministic):
-            # A tile that is taken ahead is one that others wait for.
-            ch.tile.release(tiles)
         store(wg, tile)
         tiles += 1
         ch.tile.wait_full(tiles)
@@ -98,17 +98,17 @@ def attend_tiles(wg: Constexpr):
 
 
 @cute.jit
-def attend_queries(
-    wg: Constexpr, tile: Tile, begin: Int32, count: Int32, loaded: Int32, steps: Int32
-):
-    """All queries of all heads that see a tile of keys, number `loaded` of those with queries."""
-    ch, regs = wg.ch, wg.regs
+def attend_queries(wg: Constexpr, tile: Tile, begin: Int32, count: Int32, numbers: Any):
+    """All queries of all heads that see a tile of keys; `numbers` as in `compute.py`."""
+    ch, regs, (tiles, loaded, steps) = wg.ch, wg.regs, numbers
     group = wg.op.heads_q // wg.op.heads_k
     head, block, last = tile.head * group, begin, steps + count * group - 1
     ch.k.wait_full(loaded)
     if const_expr(regs.w == 1):
         ch.v.wait_full(loaded)
     wg.pairs.wait_full(steps)
+    if const_expr(wg.spec.deterministic):
+        release_tile(wg, tiles, steps + 1 >= last)
     attend_block(wg, tile, (steps, head, block), None, steps < last)
     for n in cutlass.range(steps + 1, last + 1, unroll=1):
         before = n - 1, head, block
@@ -116,6 +116,8 @@ def attend_queries(
         if block == begin + count:
             block = begin
             head += 1
+        if const_expr(wg.spec.deterministic):
+            release_tile(wg, tiles, n + 1 == last)
         attend_block(wg, tile, (n, head, block), before, n < last)
     ch.v.release(loaded)
     ch.ds.wait_full(last)
