@@ -138,8 +138,9 @@ def attend_block(wg: Constexpr, tile: Tile, step: Any, before: Constexpr, has_ne
     acc = regs.multiply_pairs(wg.pairs.index(n))
     if const_expr(before is not None):
         ch.ds.wait_full(n - 1)
-        regs.multiply_dQ_part(ch.ds.index(n - 1), 0)
-    matmul.wait(0 if before is None else 1)
+        for part in cutlass.range_constexpr(regs.early_parts):
+            regs.multiply_dQ_part(ch.ds.index(n - 1), part)
+    matmul.wait(0 if before is None else regs.early_parts)
     if const_expr(before is not None):
         wg.summed.release(n - 1)
     is_there = wg.summed.is_full(n)
@@ -152,7 +153,7 @@ def attend_block(wg: Constexpr, tile: Tile, step: Any, before: Constexpr, has_ne
     if not is_there:
         wg.summed.wait_full(n)
     if const_expr(before is not None):
-        for part in cutlass.range_constexpr(1, regs.dq_parts):
+        for part in cutlass.range_constexpr(regs.early_parts, regs.dq_parts):
             regs.multiply_dQ_part(ch.ds.index(n - 1), part)
     if const_expr(regs.w == 0):
         regs.multiply_dV(ch.do.index(n))

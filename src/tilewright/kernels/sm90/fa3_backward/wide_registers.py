@@ -100,6 +100,11 @@ class WideRegisters(Registers):
     def dq_parts(self) -> int:
         return len(self.accs_dQ)
 
+    @property
+    def early_parts(self) -> int:
+        """Of those, the ones that run under the making of P or dS. A softcap needs the registers."""
+        return 0 if self.spec.has_softcap else 1
+
     def add_dQ(self, mdQ: cute.Tensor) -> None:
         for part, acc in enumerate(self.accs_dQ):
             add_fragments(acc, mdQ, self.thread, part * cute.size(acc) // FRAGMENT)
@@ -121,14 +126,13 @@ class WideRegisters(Registers):
     def make_capped_P(self, acc: cute.Tensor, sLSE: cute.Tensor, slot: Int32, scale: Any) -> None:
         """tanh(s / c) -> P in `rP`, and in place P times the slope there, which is all that dS
         wants of both. For a hidden pair the latter is NaN. `scale` is c, in log2."""
-        P = cute.make_rmem_tensor(acc.layout, Float32)
         for i in range(self.spec.tile_q // 8):
-            lse, capped = self._pair(sLSE, slot, i), _octets(acc)[None, i]
+            P, lse = cute.make_rmem_tensor(FRAGMENT, Float32), self._pair(sLSE, slot, i)
+            capped = _octets(acc)[None, i]
             for e in range(FRAGMENT):
-                probability = exp2(fma(capped[e], scale, -lse[e % 2]))
-                _octets(P)[None, i][e] = probability
-                capped[e] = probability * (1.0 - capped[e] * capped[e])
-        self.rP.store(P.load().to(self.rP.element_type))
+                P[e] = exp2(fma(capped[e], scale, -lse[e % 2]))
+                capped[e] = P[e] * (1.0 - capped[e] * capped[e])
+            _octets(self.rP)[None, i].store(P.load().to(self.rP.element_type))
 
     def _pair(self, sX: cute.Tensor, slot: Int32, octet: int) -> cute.Tensor:
         """The numbers of this thread's two columns of an octet."""
