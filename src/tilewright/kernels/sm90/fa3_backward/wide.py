@@ -29,8 +29,10 @@ from tilewright.kernels.sm90.fa3.load import rows_of
 from tilewright.kernels.sm90.fa3_backward.compute import (
     Warpgroup,
     add_dQ,
+    cap,
     hide,
     is_cut,
+    make_capped_P,
     make_P,
 )
 from tilewright.kernels.sm90.fa3_backward.operands import (
@@ -174,7 +176,11 @@ def hand_on_P(wg: Constexpr, acc: cute.Tensor, tile: Tile, n: Int32, block: Int3
     """S -> P, as A of the multiply that makes dV, and in smem, for dS."""
     regs, p = wg.regs, wg.ch.p
     is_free = p.is_empty(n)
-    make_P(wg, acc, tile, n, block)
+    if const_expr(wg.spec.has_softcap):
+        cap(wg, matmul.as_rows(acc), tile, block)
+        make_capped_P(wg, acc, n)
+    else:
+        make_P(wg, acc, tile, n, block)
     if not is_free:
         p.wait_empty(n)
     regs.write_P(acc)
