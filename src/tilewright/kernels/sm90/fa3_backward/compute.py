@@ -128,14 +128,19 @@ def attend_block(wg: Constexpr, tile: Tile, step: Any, is_first: Constexpr, has_
     matmul.wait(1 if is_first else 2)
     is_there = ch.q.is_full(n + 1)
     S, dP = matmul.as_rows(acc_S), matmul.as_rows(acc_dP)  # (row, col)
-    make_P(wg, S, tile, n, block)
+    if const_expr(wg.spec.has_softcap):
+        cap(wg, S, tile, block)
+    else:
+        make_P(wg, acc_S, tile, n, block)
     # The next Q is waited for here because of the branch: without one, the assembler moves the end
     # of dP up to before the exponentials that should run under it.
     if has_next & (not is_there):
         ch.q.wait_full(n + 1)
     matmul.wait(0 if is_first else 1)
-    make_dS(wg, S, dP, n)
-    regs.rP.store(acc_S.load().to(regs.rP.element_type))
+    if const_expr(wg.spec.has_softcap):
+        make_capped_dS(wg, acc_S, dP, n)
+    else:
+        make_dS(wg, S, dP, n)
     if is_cut(wg, tile, block):
         # What a hidden pair is multiplied by may be NaN.
         hide(wg, dP, tile, block, 0.0)
@@ -162,39 +167,60 @@ def attend_block(wg: Constexpr, tile: Tile, step: Any, is_first: Constexpr, has_
 
 
 @cute.jit
-def make_P(wg: Constexpr, S: cute.Tensor, tile: Tile, n: Int32, block: Int32):
-    """S of a query block -> P, in place; where there is a softcap, only tanh(s / c).
-
-    A capped logit is c times that. To keep its slope from here on, beside P, takes more registers
-    than there are at head dim 128: the assembler would let no multiply run beside another.
-    """
-    if const_expr(wg.spec.has_softcap):
-        for r in cutlass.range_constexpr(matmul.THREAD_ROWS):
-            for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
-                S[r, c] = tanh(S[r, c] * (wg.op.scale / wg.op.softcap))
+def make_P(wg: Constexpr, acc_S: cute.Tensor, tile: Tile, n: Int32, block: Int32):
+    """S of a query block -> P, for the multiply and in place."""
+    S = matmul.as_rows(acc_S)  # (row, col)
     if is_cut(wg, tile, block):
         hide(wg, S, tile, block, -Float32.inf)
-    if const_expr(not wg.spec.has_softcap):
-        lse = wg.regs.numbers(wg.sm.sLSE, wg.ch.q.index(n))
-        for r in cutlass.range_constexpr(matmul.THREAD_ROWS):
-            for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
-                S[r, c] = exp2(fma(S[r, c], wg.op.scale * LOG2_E, -lse[c]))
+    lse = wg.regs.numbers(wg.sm.sLSE, wg.ch.q.index(n))
+    for r in cutlass.range_constexpr(matmul.THREAD_ROWS):
+        for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
+            S[r, c] = exp2(fma(S[r, c], wg.op.scale * LOG2_E, -lse[c]))
+    wg.regs.rP.store(acc_S.load().to(wg.regs.rP.element_type))
 
 
-def make_dS(wg: Warpgroup, S: cute.Tensor, dP: cute.Tensor, n: Int32) -> None:
-    """dP -> dS, in place, without the scale; what `make_P` has made of S -> P.
-
-    Where there is a softcap, dS of a hidden pair is NaN.
-    """
+def make_dS(wg: Warpgroup, P: cute.Tensor, dP: cute.Tensor, n: Int32) -> None:
+    """dP -> dS, in place, without the scale."""
     delta = wg.regs.numbers(wg.sm.sDelta, wg.ch.do.index(n))
-    lse = wg.regs.numbers(wg.sm.sLSE, wg.ch.q.index(n)) if wg.spec.has_softcap else None
+    for r in range(matmul.THREAD_ROWS):
+        for c in range(cute.size(P, mode=[1])):
+            dP[r, c] = P[r, c] * (dP[r, c] - delta[c])
+
+
+@cute.jit
+def cap(wg: Constexpr, S: cute.Tensor, tile: Tile, block: Int32):
+    """S of a query block -> tanh(s / c), in place, of which the capped logit is c times.
+
+    To keep its slope from here on, beside P, takes more registers than there are at head dim 128:
+    the assembler would let no multiply run beside another.
+    """
+    for r in cutlass.range_constexpr(matmul.THREAD_ROWS):
+        for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
+            S[r, c] = tanh(S[r, c] * (wg.op.scale / wg.op.softcap))
+    if is_cut(wg, tile, block):
+        hide(wg, S, tile, block, -Float32.inf)
+
+
+def make_capped_P(wg: Warpgroup, acc_S: cute.Tensor, n: Int32) -> None:
+    """What `cap` has made of S -> P for the multiply; in place, P times the cap's slope.
+
+    The slope of what is hidden is not finite, and so will its dS be.
+    """
+    S = matmul.as_rows(acc_S)  # (row, col)
+    acc_P = cute.make_rmem_tensor(acc_S.layout, Float32)
+    P = matmul.as_rows(acc_P)  # (row, col)
+    lse = wg.regs.numbers(wg.sm.sLSE, wg.ch.q.index(n))
     for r in range(matmul.THREAD_ROWS):
         for c in range(cute.size(S, mode=[1])):
-            dS = dP[r, c] - delta[c]
-            if lse is not None:
-                dS = dS * (1.0 - S[r, c] * S[r, c])
-                S[r, c] = exp2(fma(S[r, c], wg.op.softcap * LOG2_E, -lse[c]))
-            dP[r, c] = S[r, c] * dS
+            P[r, c] = exp2(fma(S[r, c], wg.op.softcap * LOG2_E, -lse[c]))
+            S[r, c] = P[r, c] * (1.0 - S[r, c] * S[r, c])
+    wg.regs.rP.store(acc_P.load().to(wg.regs.rP.element_type))
+
+
+def make_capped_dS(wg: Warpgroup, acc_S: cute.Tensor, dP: cute.Tensor, n: Int32) -> None:
+    """dP -> dS, and what `cap` has made of S -> P."""
+    make_capped_P(wg, acc_S, n)
+    make_dS(wg, matmul.as_rows(acc_S), dP, n)
 
 
 def first_key(wg: Warpgroup, tile: Tile) -> Int32:

@@ -125,7 +125,7 @@ class Registers(Unchanged):
         return cute.make_tensor(held.iterator, cute.make_layout(2 * octets))
 
     def add_dQ(self, mdQ: cute.Tensor) -> None:
-        """registers -> gmem, added to what is there. mdQ (4, thread, octet) is a block's rows."""
+        """registers -> gmem, added to what is there. mdQ is (4, thread, octet) of 64 rows."""
         add_fragments(self.acc_dQ, mdQ, self.thread)
 
 

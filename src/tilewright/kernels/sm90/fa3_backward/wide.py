@@ -26,12 +26,13 @@ from cutlass import Boolean, Constexpr, Int32, const_expr
 from tilewright.kernels.blocks.ring import Ring
 from tilewright.kernels.sm90 import matmul
 from tilewright.kernels.sm90.fa3.load import rows_of
-from tilewright.kernels.sm90.fa3.registers import LOG2_E
 from tilewright.kernels.sm90.fa3_backward.compute import (
     Warpgroup,
     add_dQ,
+    cap,
     hide,
     is_cut,
+    make_capped_P,
     make_P,
 )
 from tilewright.kernels.sm90.fa3_backward.operands import (
@@ -176,11 +177,11 @@ def hand_on_P(wg: Constexpr, acc: cute.Tensor, tile: Tile, n: Int32, block: Int3
     """S -> P, as A of the multiply that makes dV, and in smem, for dS."""
     regs, p = wg.regs, wg.ch.p
     is_free = p.is_empty(n)
-    make_P(wg, matmul.as_rows(acc), tile, n, block)
     if const_expr(wg.spec.has_softcap):
-        regs.make_capped_P(acc, wg.sm.sLSE, wg.ch.q.index(n), wg.op.softcap * LOG2_E)
+        cap(wg, matmul.as_rows(acc), tile, block)
+        make_capped_P(wg, acc, n)
     else:
-        regs.rP.store(acc.load().to(regs.rP.element_type))
+        make_P(wg, acc, tile, n, block)
     if not is_free:
         p.wait_empty(n)
     regs.write_P(acc)

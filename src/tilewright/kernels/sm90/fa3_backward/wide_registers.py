@@ -8,7 +8,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp
 
-from tilewright.kernels.blocks.arithmetic import exp2, fma
 from tilewright.kernels.sm90 import matmul
 from tilewright.kernels.sm90.fa3_backward.load import transposed
 from tilewright.kernels.sm90.fa3_backward.operands import Shared
@@ -102,7 +101,7 @@ class WideRegisters(Registers):
 
     @property
     def early_parts(self) -> int:
-        """Of those, the ones that run under the making of P or dS. A softcap needs the registers."""
+        """Of those, what runs under the making of P or dS. A softcap has no registers for it."""
         return 0 if self.spec.has_softcap else 1
 
     def add_dQ(self, mdQ: cute.Tensor) -> None:
@@ -116,31 +115,15 @@ class WideRegisters(Registers):
 
     def make_dS(self, acc: cute.Tensor, sDelta: cute.Tensor, slot: Int32) -> None:
         """dP -> dS, in place, with P from shared memory; an octet at a time, to save registers."""
+        lane = self.thread % matmul.ROW_LANES
+        pairs = cute.local_tile(sDelta[None, slot], (2,), (None,))  # (2, pair)
         for i in range(self.spec.tile_q // 8):
-            P, delta = cute.make_rmem_tensor(FRAGMENT, Float32), self._pair(sDelta, slot, i)
+            P, delta = (cute.make_rmem_tensor(size, Float32) for size in (FRAGMENT, 2))
             cute.autovec_copy(self.sP[None, i], P)
+            cute.autovec_copy(pairs[None, matmul.ROW_LANES * i + lane], delta)
             dP = _octets(acc)[None, i]
             for e in range(FRAGMENT):
                 dP[e] = P[e] * (dP[e] - delta[e % 2])
-
-    def make_capped_P(self, acc: cute.Tensor, sLSE: cute.Tensor, slot: Int32, scale: Any) -> None:
-        """tanh(s / c) -> P in `rP`, and in place P times the slope there, which is all that dS
-        wants of both. For a hidden pair the latter is NaN. `scale` is c, in log2."""
-        for i in range(self.spec.tile_q // 8):
-            P, lse = cute.make_rmem_tensor(FRAGMENT, Float32), self._pair(sLSE, slot, i)
-            capped = _octets(acc)[None, i]
-            for e in range(FRAGMENT):
-                P[e] = exp2(fma(capped[e], scale, -lse[e % 2]))
-                capped[e] = P[e] * (1.0 - capped[e] * capped[e])
-            _octets(self.rP)[None, i].store(P.load().to(self.rP.element_type))
-
-    def _pair(self, sX: cute.Tensor, slot: Int32, octet: int) -> cute.Tensor:
-        """The numbers of this thread's two columns of an octet."""
-        held = cute.make_rmem_tensor(2, Float32)
-        pairs = cute.local_tile(sX[None, slot], (2,), (None,))  # (2, pair)
-        pair = matmul.ROW_LANES * octet + self.thread % matmul.ROW_LANES
-        cute.autovec_copy(pairs[None, pair], held)
-        return held
 
 
 def _zeros(shape: Any) -> cute.Tensor:
