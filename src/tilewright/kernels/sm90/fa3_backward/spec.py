@@ -73,9 +73,7 @@ class BackwardSpec:
 
     @property
     def dq_columns(self) -> int:
-        """Of the part of dQ that one multiply makes, which has 64 rows."""
-        if self.is_wide:
-            return 64
+        """Of the part of dQ that a warpgroup makes, which has 64 rows; not of a wide kernel."""
         return self.head_dim * self.tile_q // (MMA_ROWS * self.warpgroups)
 
     @property
@@ -109,6 +107,8 @@ class BackwardSpec:
             return f"tile_kv={self.tile_kv}: one to three warpgroups own {MMA_ROWS} keys each"
         if self.is_wide and (self.tile_q, self.tile_kv) != (MMA_ROWS, MMA_ROWS):
             return f"tile {self.tile_q}x{self.tile_kv}: head dims over 128 take 64x64"
+        if self.is_wide and self.head_dim <= 128:
+            return f"head_dim={self.head_dim}: where head_dim_v is over 128, want 192 or 256"
         if self.is_wide and self.keys_in_registers:
             return "keys_in_registers: head dims over 128 leave no registers for keys"
         if self.smem_bytes > SMEM_BYTES:

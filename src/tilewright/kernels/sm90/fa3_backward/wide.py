@@ -9,7 +9,7 @@ multiply:
     dQ_{i-1} = dS_{i-1} K   P_i, to smem      dQ_{i-1} = dS_{i-1} K   P_i from smem, dS_i, to smem
     dV += P_i dO_i          dQ_{i-1} added    dK += dS_i Q_i          dQ_{i-1} added
 
-Each makes half the columns of dQ, a step late: dS_i is there before S_{i+1} is. P goes from one to
+Each makes some columns of dQ, a step late: dS_i is there before S_{i+1} is. P goes from one to
 the other in float32, since dS wants it so. Only dV and dK are under way where the loop closes.
 Everything that is made of queries and keys is transposed here, as in `compute.py`.
 """
@@ -123,8 +123,7 @@ def attend_queries(wg: Constexpr, tile: Tile, begin: Int32, count: Int32, number
         attend_block(wg, tile, (n, head, block), before, n < last)
     ch.v.release(loaded)
     ch.ds.wait_full(last)
-    for part in cutlass.range_constexpr(regs.dq_parts):
-        regs.multiply_dQ_part(ch.ds.index(last), part)
+    multiply_dQ(wg, last, regs.parts_dQ)
     matmul.wait(0)
     ch.k.release(loaded)
     ch.ds.release(last)
@@ -139,8 +138,7 @@ def attend_block(wg: Constexpr, tile: Tile, step: Any, before: Constexpr, has_ne
     acc = regs.multiply_pairs(wg.pairs.index(n))
     if const_expr(before is not None):
         ch.ds.wait_full(n - 1)
-        for part in cutlass.range_constexpr(regs.early_parts):
-            regs.multiply_dQ_part(ch.ds.index(n - 1), part)
+        multiply_dQ(wg, n - 1, regs.parts_dQ[: regs.early_parts])
     matmul.wait(0 if before is None else regs.early_parts)
     if const_expr(before is not None):
         wg.summed.release(n - 1)
@@ -154,8 +152,7 @@ def attend_block(wg: Constexpr, tile: Tile, step: Any, before: Constexpr, has_ne
     if not is_there:
         wg.summed.wait_full(n)
     if const_expr(before is not None):
-        for part in cutlass.range_constexpr(regs.early_parts, regs.dq_parts):
-            regs.multiply_dQ_part(ch.ds.index(n - 1), part)
+        multiply_dQ(wg, n - 1, regs.parts_dQ[regs.early_parts :])
     if const_expr(regs.w == 0):
         regs.multiply_dV(ch.do.index(n))
     else:
@@ -170,6 +167,11 @@ def attend_block(wg: Constexpr, tile: Tile, step: Any, before: Constexpr, has_ne
         matmul.wait(1)
         ch.ds.release(n - 1)
         add_dQ(wg, tile, before, is_turn)
+
+
+def multiply_dQ(wg: WideWarpgroup, n: Int32, parts: list[Any]) -> None:
+    for part in parts:
+        part.multiply(wg.ch.ds.index(n))
 
 
 @cute.jit

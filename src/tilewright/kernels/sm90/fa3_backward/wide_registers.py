@@ -8,13 +8,23 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp
 
+from tilewright.kernels.blocks.carried import Unchanged
 from tilewright.kernels.sm90 import matmul
 from tilewright.kernels.sm90.fa3_backward.load import transposed
 from tilewright.kernels.sm90.fa3_backward.operands import Shared
 from tilewright.kernels.sm90.fa3_backward.registers import FRAGMENT, Registers, add_fragments
 from tilewright.kernels.sm90.fa3_backward.spec import BackwardSpec
 
-DQ_PARTS = 2  # that warpgroup 0 makes; those that are left are warpgroup 1's
+
+def dq_parts(spec: BackwardSpec, w: int) -> list[tuple[int, int]]:
+    """The multiplies that make a warpgroup's share of dQ: columns, and the first of them.
+
+    As few as registers allow, since each reads dS. Shared memory swizzles 64 columns together, so
+    192 are not halved.
+    """
+    if spec.head_dim == 256:
+        return [(64, 128 * w), (64, 128 * w + 64)]
+    return [(64, 128)] if w else [(128, 0)]
 
 
 def p_layout(spec: BackwardSpec) -> cute.Layout:
@@ -34,32 +44,20 @@ class WideRegisters(Registers):
 
     def __init__(self, spec: BackwardSpec, sm: Shared, mmas: Any, thread: Int32, w: int):
         self.spec, self.thread, self.w = spec, thread, w
-        self.first_key, self.first_octet = 0, w * DQ_PARTS * spec.dq_columns // 8
-        self.mma_S, mma_dV, mma_dK, self.mma_dQ = mmas
+        self.first_key, self.first_octet = 0, 0
+        self.mma_S, mma_dV, mma_dK = mmas[:3]
         self.mma_sum = mma_dK if w else mma_dV
-        part_S, part_sum, part_dQ = (
-            mma.get_slice(thread) for mma in (self.mma_S, self.mma_sum, self.mma_dQ)
-        )
+        part_S, part_sum = (mma.get_slice(thread) for mma in (self.mma_S, self.mma_sum))
         sA, sB, sSum = (sm.sV, sm.sdO, sm.sQ) if w else (sm.sK, sm.sQ, sm.sdO)
         self.tSrA = self.mma_S.make_fragment_A(part_S.partition_A(sA[None, None, 0]))
         self.tSrB = self.mma_S.make_fragment_B(part_S.partition_B(sB))
         self.tSumrB = self.mma_sum.make_fragment_B(part_sum.partition_B(transposed(sSum)))
-        sKt = transposed(sm.sK)[None, None, 0]  # (d, kv)
-        first = w * DQ_PARTS
-        parts = range(first, min(first + DQ_PARTS, spec.head_dim // spec.dq_columns))
-        self.tQrdS = self.mma_dQ.make_fragment_A(part_dQ.partition_A(transposed(sm.sdS)))
-        self.tQrKs = [
-            self.mma_dQ.make_fragment_B(
-                part_dQ.partition_B(cute.local_tile(sKt, (spec.dq_columns, spec.tile_kv), (i, 0)))
-            )
-            for i in parts
-        ]
         self.shape_S = self.mma_S.partition_shape_C((matmul.ROWS, spec.tile_q))
         dim = spec.head_dim if w else spec.head_dim_v
         self.acc = cute.make_rmem_tensor(
             self.mma_sum.partition_shape_C((matmul.ROWS, dim)), Float32
         )
-        self.accs_dQ: list[Any] = [None for _ in parts]
+        self.parts_dQ = [PartOfdQ(sm, thread, *part) for part in dq_parts(spec, w)]
         dtype = sm.sQ.element_type
         self.rP, self.rdS = (cute.make_rmem_tensor(self.shape_S, dtype) for _ in range(2))
         # dS is read back from shared memory for dK too: with it in registers there are too few of
@@ -88,25 +86,14 @@ class WideRegisters(Registers):
         A, B = self.tSumrA[None, None, None, slot_dS], self.tSumrB[None, None, None, slot]
         matmul.gemm(self.mma_sum, self.acc, A, B, accumulate=True)
 
-    def multiply_dQ_part(self, slot: Int32, part: int) -> None:
-        # dQ = dS K
-        acc = _zeros(self.mma_dQ.partition_shape_C((matmul.ROWS, self.spec.dq_columns)))
-        A = self.tQrdS[None, None, None, slot]
-        matmul.gemm(self.mma_dQ, acc, A, self.tQrKs[part], accumulate=False)
-        self.accs_dQ[part] = acc
-
-    @property
-    def dq_parts(self) -> int:
-        return len(self.accs_dQ)
-
     @property
     def early_parts(self) -> int:
-        """Of those, what runs under the making of P or dS. A softcap has no registers for it."""
+        """Of dQ's, those that run under the making of P or dS. A softcap needs the registers."""
         return 0 if self.spec.has_softcap else 1
 
     def add_dQ(self, mdQ: cute.Tensor) -> None:
-        for part, acc in enumerate(self.accs_dQ):
-            add_fragments(acc, mdQ, self.thread, part * cute.size(acc) // FRAGMENT)
+        for part in self.parts_dQ:
+            add_fragments(part.acc, mdQ, self.thread, part.first // 8)
 
     def write_P(self, acc: cute.Tensor) -> None:
         """P, an accumulator -> smem."""
@@ -124,6 +111,29 @@ class WideRegisters(Registers):
             dP = _octets(acc)[None, i]
             for e in range(FRAGMENT):
                 dP[e] = P[e] * (dP[e] - delta[e % 2])
+
+
+class PartOfdQ(Unchanged):
+    """Some columns of dQ, from `first` on, as one multiply makes them."""
+
+    def __init__(self, sm: Shared, thread: Int32, columns: int, first: int):
+        MN = matmul.MN_MAJOR
+        self.first = first
+        self.mma = matmul.make_mma(
+            sm.sK.element_type, columns, MN, a_in_registers=False, a_layout=MN
+        )
+        part = self.mma.get_slice(thread)
+        sKt = transposed(sm.sK)[None, None, 0]  # (d, kv)
+        sKt = cute.local_tile(sKt, (columns, cute.size(sKt, mode=[1])), (first // columns, 0))
+        self.tQrdS = self.mma.make_fragment_A(part.partition_A(transposed(sm.sdS)))
+        self.tQrK = self.mma.make_fragment_B(part.partition_B(sKt))
+        self.shape = self.mma.partition_shape_C((matmul.ROWS, columns))
+        self.acc: Any = None  # of the last step
+
+    def multiply(self, slot: Int32) -> None:
+        # dQ = dS K
+        self.acc, A = _zeros(self.shape), self.tQrdS[None, None, None, slot]
+        matmul.gemm(self.mma, self.acc, A, self.tQrK, accumulate=False)
 
 
 def _zeros(shape: Any) -> cute.Tensor:
