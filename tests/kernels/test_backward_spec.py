@@ -1,0 +1,22 @@
+"""What the chip cannot give a backward kernel is said before it is compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tilewright.kernels.sm90.fa3_backward.spec import BackwardSpec
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ({"head_dim": 256, "head_dim_v": 256}, "tile 64x128"),
+        ({"head_dim": 128, "head_dim_v": 256, "tile_kv": 64}, "head_dim=128"),
+        ({"head_dim": 192, "tile_kv": 64, "keys_in_registers": True}, "keys_in_registers"),
+        ({"head_dim": 256, "head_dim_v": 256, "tile_kv": 64}, "B of shared memory"),
+    ],
+)
+def test_head_dims_over_128_take_what_fits(how: dict[str, Any], reason: str):
+    assert reason in (BackwardSpec(**how).why_illegal() or "")
