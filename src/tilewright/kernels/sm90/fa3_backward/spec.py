@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilewright.kernels.sm90.fa3.spec import (
-    BARRIER_BYTES,
     DTYPES,
     HEAD_DIMS,
     MMA_ROWS,
@@ -21,6 +20,8 @@ from tilewright.kernels.sm90.fa3.spec import (
 )
 
 ROWS_MULTIPLE = 128
+BARRIER_BYTES = 384  # mbarriers and the tile ring, as far as to where the rows' numbers begin
+TILE_MULTIPLE = 1024  # where a tile may begin in shared memory
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,8 @@ class BackwardSpec:
         q = self.tile_q * (self.q_stages * self.head_dim + self.do_stages * self.head_dim_v)
         ds = 2 * self.tile_q * self.tile_kv
         rows = 4 * self.tile_q * (self.q_stages + self.do_stages)
-        return 2 * (kv + q + ds) + rows + BARRIER_BYTES
+        before_tiles = -(-(BARRIER_BYTES + rows) // TILE_MULTIPLE) * TILE_MULTIPLE
+        return before_tiles + 2 * (kv + q + ds)
 
     def why_illegal(self) -> str | None:
         """What the chip cannot give this spec; None if it is legal."""
