@@ -37,18 +37,29 @@ _TILES: dict[tuple[int, int], dict[str, Any]] = {
     (256, 256): {"tile_kv": 64, "k_stages": 3, "goes_ahead": False},
 }
 _COMMON = {"tile_q": 128, "tile_kv": 128, "ping_pong": False, "goes_ahead": True}
-# Three warpgroups at head dim 64 win by their number where sequences are long, and lose by the rows
-# that a mask hides of a tile of 192 where they are short.
+# Three warpgroups at head dim 64 win by their number where sequences are long, and lose where they
+# are short by the rows of a tile of 192 that a mask hides or that are past the end.
 _SHORT = {"k_stages": 4, "v_stages": 4, "q_in_registers": True, "stores_by_tma": True}
-SHORT = 1536  # queries
+_SHORT_CAUSAL = _SHORT | {"tile_kv": 64, "skips_hidden": True}
+# Where a right bound alone cuts the last blocks, the upper warpgroup may leave out what it hides.
+_CAUSAL: dict[tuple[int, int], dict[str, Any]] = {
+    (64, 64): {"ping_pong": False, "skips_hidden": True},
+    (192, 128): {"skips_hidden": True},
+    (256, 256): {"skips_hidden": True},
+}
+SHORT, SHORT_FULL = 1536, 768  # queries
 # A row's maximum may lag by so much, in log2, that P stays inside its dtype with room to spare.
 _THRESHOLD = {"float16": 14.0, "bfloat16": 24.0}
-# As _TILES, of the backward's main kernel. Measured for 64 and 128; larger ones have none.
+# As _TILES, of the backward's main kernel. Measured for 64, 128 and 256. Over 128 tiles are 64x64,
+# and there are as many stages as fit.
 _BACKWARD_TILES: dict[tuple[int, int], dict[str, Any]] = {
     (64, 64): {"keys_in_registers": True, "q_stages": 4, "do_stages": 3},
     # Two warpgroups would make 48 columns of dQ each; shared memory swizzles 96 in groups of 32.
     (96, 96): {"tile_kv": 64},
-    (128, 128): {},
+    (128, 128): {"do_stages": 3},
+    (192, 128): {"tile_kv": 64, "q_stages": 3, "do_stages": 3},
+    (192, 192): {"tile_kv": 64, "q_stages": 3, "do_stages": 3},
+    (256, 256): {"tile_kv": 64, "q_stages": 2, "do_stages": 2},
 }
 
 
@@ -73,9 +84,14 @@ class Kernel:
 def tiled(spec: ForwardSpec, seqlen_q: int) -> ForwardSpec:
     """`spec` with the tiles and mechanisms that were measured to be the fastest for it."""
     dims = spec.head_dim, spec.head_dim_v
-    is_bounded = spec.bounded_left or spec.bounded_right
-    is_short = is_bounded and seqlen_q <= SHORT or spec.has_softcap
-    how: dict[str, Any] = _COMMON | (_SHORT if dims == (64, 64) and is_short else _TILES[dims])
+    is_causal = spec.bounded_right and not spec.bounded_left
+    how: dict[str, Any] = _COMMON | _TILES[dims] | (_CAUSAL.get(dims, {}) if is_causal else {})
+    if dims == (64, 64):
+        is_short = seqlen_q <= (SHORT if is_causal else SHORT_FULL) or spec.bounded_left
+        if is_short:
+            how = _COMMON | (_SHORT_CAUSAL if is_causal else _SHORT)
+    # Short packed sequences would wait for a ticket that is taken late.
+    how["takes_late"] = spec.bounded_right and not spec.packed
     if spec.has_softcap:
         # The tanh is long and rare; nobody has measured that going ahead of it pays.
         how |= {"goes_ahead": False}
@@ -135,7 +151,7 @@ def _forwards() -> Iterable[ForwardSpec]:
             _TILES, DTYPES, (False, True), _SCORINGS
         )
     )
-    specs = (tiled(spec, length) for spec in features for length in (SHORT, SHORT + 1))
+    specs = (tiled(spec, length) for spec in features for length in (SHORT_FULL, SHORT, SHORT + 1))
     return dict.fromkeys(specs)
 
 

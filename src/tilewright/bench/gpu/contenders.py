@@ -79,14 +79,11 @@ def ours_deterministic(case: Case, operands: Operands) -> Attend:
 
 
 def our_path(case: Case, operands: Operands, direction: str) -> str:
-    """The path that ours takes, so that a portable one is not taken for a kernel.
-
-    A backend may have kernels of its own for one pass only, which its summary tells.
-    """
+    """The path that ours takes, so that a portable one is not taken for a kernel."""
     options = _our_options(case, operands)
     positional = [options.pop(name) for name in ("cu_seqlens_q", "cu_seqlens_k") if name in options]
     told = tilewright.explain(*operands.inputs, *positional, **options)
-    return told.backend if direction == "forward" else f"{told.backend} ({told.summary})"
+    return told.backend if direction == "forward" else told.backward
 
 
 def _our_function(case: Case) -> Callable[..., Any]:

@@ -52,11 +52,21 @@ class Ring:
         # The round before the first one counts as complete, so a fresh ring is empty.
         cute.arch.mbarrier_wait(self.empty(n), self._round(n) ^ 1)
 
+    def is_empty(self, n: Int32) -> Boolean:
+        """A look that does not wait, as `is_full` is one."""
+        return cute.arch.mbarrier_test_wait(self.empty(n), self._round(n) ^ 1)
+
     def expect(self, n: Int32, num_bytes: int) -> cute.Pointer:
         """Announce `num_bytes` of TMA; the barrier that the copies must complete on."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(self.full(n), num_bytes)
         return self.full(n)
+
+    def publish(self, n: Int32) -> None:
+        """One arrival a warp, of a slot that its lanes have written."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.full(n))
 
     def release(self, n: Int32) -> None:
         """One arrival a warp, at each producer: the lanes of a warp read together."""

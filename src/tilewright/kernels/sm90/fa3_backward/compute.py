@@ -41,7 +41,11 @@ from tilewright.kernels.sm90.fa3_backward.operands import (
 from tilewright.kernels.sm90.fa3_backward.registers import Registers
 from tilewright.kernels.sm90.fa3_backward.spec import padded_start
 from tilewright.kernels.sm90.fa3_backward.store import store
-from tilewright.kernels.sm90.fa3_backward.turns import end_turn, wait_for_turn
+from tilewright.kernels.sm90.fa3_backward.turns import (
+    end_turn,
+    release_tile,
+    wait_for_turn,
+)
 
 
 @dataclass(frozen=True)
@@ -61,18 +65,17 @@ def compute(spec: Constexpr, op: Operands, sm: Shared, ch: Channels, mmas: Const
     ch.tile.wait_full(tiles)
     tile = Tile.read(sm.sTile, ch.tile.index(tiles))
     while tile.kv_block >= 0:
-        if const_expr(not spec.deterministic):
-            ch.tile.release(tiles)
         begin, count = query_blocks(spec, op, tile)
+        if const_expr(spec.deterministic):
+            release_tile(wg, tiles, count == 0)
+        else:
+            ch.tile.release(tiles)
         wg.regs.acc_dV.fill(0.0)
         wg.regs.acc_dK.fill(0.0)
         if count > 0:
-            attend_queries(wg, tile, begin, count, loaded, steps)
+            attend_queries(wg, tile, begin, count, (tiles, loaded, steps))
             loaded += 1
             steps += count * (op.heads_q // op.heads_k)
-        if const_expr(spec.deterministic):
-            # A tile that is taken ahead is one that others wait for.
-            ch.tile.release(tiles)
         store(spec, op, wg.regs, tile)
         tiles += 1
         ch.tile.wait_full(tiles)
@@ -80,11 +83,12 @@ def compute(spec: Constexpr, op: Operands, sm: Shared, ch: Channels, mmas: Const
 
 
 @cute.jit
-def attend_queries(
-    wg: Constexpr, tile: Tile, begin: Int32, count: Int32, loaded: Int32, steps: Int32
-):
-    """All queries of all heads that see a tile of keys, number `loaded` of those with queries."""
-    ch, regs = wg.ch, wg.regs
+def attend_queries(wg: Constexpr, tile: Tile, begin: Int32, count: Int32, numbers: Any):
+    """All queries of all heads that see a tile of keys.
+
+    `numbers` are the tile's, its own among those that have queries, and the first step's.
+    """
+    ch, regs, (tiles, loaded, steps) = wg.ch, wg.regs, numbers
     group = wg.op.heads_q // wg.op.heads_k
     head, block, last = tile.head * group, begin, steps + count * group - 1
     ch.k.wait_full(loaded)
@@ -93,12 +97,16 @@ def attend_queries(
     if const_expr(wg.spec.keys_in_registers):
         regs.read_keys()
         ch.v.release(loaded)
+    if const_expr(wg.spec.deterministic):
+        release_tile(wg, tiles, steps + 1 >= last)
     attend_block(wg, tile, (steps, head, block), True, steps < last)
     for n in cutlass.range(steps + 1, last + 1, unroll=1):
         block += 1
         if block == begin + count:
             block = begin
             head += 1
+        if const_expr(wg.spec.deterministic):
+            release_tile(wg, tiles, n + 1 == last)
         attend_block(wg, tile, (n, head, block), False, n < last)
     if const_expr(not wg.spec.keys_in_registers):
         ch.v.release(loaded)
@@ -120,14 +128,19 @@ def attend_block(wg: Constexpr, tile: Tile, step: Any, is_first: Constexpr, has_
     matmul.wait(1 if is_first else 2)
     is_there = ch.q.is_full(n + 1)
     S, dP = matmul.as_rows(acc_S), matmul.as_rows(acc_dP)  # (row, col)
-    make_P(wg, S, tile, n, block)
+    if const_expr(wg.spec.has_softcap):
+        cap(wg, S, tile, block)
+    else:
+        make_P(wg, acc_S, tile, n, block)
     # The next Q is waited for here because of the branch: without one, the assembler moves the end
     # of dP up to before the exponentials that should run under it.
     if has_next & (not is_there):
         ch.q.wait_full(n + 1)
     matmul.wait(0 if is_first else 1)
-    make_dS(wg, S, dP, n)
-    regs.rP.store(acc_S.load().to(regs.rP.element_type))
+    if const_expr(wg.spec.has_softcap):
+        make_capped_dS(wg, acc_S, dP, n)
+    else:
+        make_dS(wg, S, dP, n)
     if is_cut(wg, tile, block):
         # What a hidden pair is multiplied by may be NaN.
         hide(wg, dP, tile, block, 0.0)
@@ -154,43 +167,64 @@ def attend_block(wg: Constexpr, tile: Tile, step: Any, is_first: Constexpr, has_
 
 
 @cute.jit
-def make_P(wg: Constexpr, S: cute.Tensor, tile: Tile, n: Int32, block: Int32):
-    """S of a query block -> P, in place; where there is a softcap, only tanh(s / c).
-
-    A capped logit is c times that. To keep its slope from here on, beside P, takes more registers
-    than there are at head dim 128: the assembler would let no multiply run beside another.
-    """
-    if const_expr(wg.spec.has_softcap):
-        for r in cutlass.range_constexpr(matmul.THREAD_ROWS):
-            for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
-                S[r, c] = tanh(S[r, c] * (wg.op.scale / wg.op.softcap))
+def make_P(wg: Constexpr, acc_S: cute.Tensor, tile: Tile, n: Int32, block: Int32):
+    """S of a query block -> P, for the multiply and in place."""
+    S = matmul.as_rows(acc_S)  # (row, col)
     if is_cut(wg, tile, block):
         hide(wg, S, tile, block, -Float32.inf)
-    if const_expr(not wg.spec.has_softcap):
-        lse = wg.regs.numbers(wg.sm.sLSE, wg.ch.q.index(n))
-        for r in cutlass.range_constexpr(matmul.THREAD_ROWS):
-            for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
-                S[r, c] = exp2(fma(S[r, c], wg.op.scale * LOG2_E, -lse[c]))
+    lse = wg.regs.numbers(wg.sm.sLSE, wg.ch.q.index(n))
+    for r in cutlass.range_constexpr(matmul.THREAD_ROWS):
+        for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
+            S[r, c] = exp2(fma(S[r, c], wg.op.scale * LOG2_E, -lse[c]))
+    wg.regs.rP.store(acc_S.load().to(wg.regs.rP.element_type))
 
 
-def make_dS(wg: Warpgroup, S: cute.Tensor, dP: cute.Tensor, n: Int32) -> None:
-    """dP -> dS, in place, without the scale; what `make_P` has made of S -> P.
-
-    Where there is a softcap, dS of a hidden pair is NaN.
-    """
+def make_dS(wg: Warpgroup, P: cute.Tensor, dP: cute.Tensor, n: Int32) -> None:
+    """dP -> dS, in place, without the scale."""
     delta = wg.regs.numbers(wg.sm.sDelta, wg.ch.do.index(n))
-    lse = wg.regs.numbers(wg.sm.sLSE, wg.ch.q.index(n)) if wg.spec.has_softcap else None
+    for r in range(matmul.THREAD_ROWS):
+        for c in range(cute.size(P, mode=[1])):
+            dP[r, c] = P[r, c] * (dP[r, c] - delta[c])
+
+
+@cute.jit
+def cap(wg: Constexpr, S: cute.Tensor, tile: Tile, block: Int32):
+    """S of a query block -> tanh(s / c), in place, of which the capped logit is c times.
+
+    To keep its slope from here on, beside P, takes more registers than there are at head dim 128:
+    the assembler would let no multiply run beside another.
+    """
+    for r in cutlass.range_constexpr(matmul.THREAD_ROWS):
+        for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
+            S[r, c] = tanh(S[r, c] * (wg.op.scale / wg.op.softcap))
+    if is_cut(wg, tile, block):
+        hide(wg, S, tile, block, -Float32.inf)
+
+
+def make_capped_P(wg: Warpgroup, acc_S: cute.Tensor, n: Int32) -> None:
+    """What `cap` has made of S -> P for the multiply; in place, P times the cap's slope.
+
+    The slope of what is hidden is not finite, and so will its dS be.
+    """
+    S = matmul.as_rows(acc_S)  # (row, col)
+    acc_P = cute.make_rmem_tensor(acc_S.layout, Float32)
+    P = matmul.as_rows(acc_P)  # (row, col)
+    lse = wg.regs.numbers(wg.sm.sLSE, wg.ch.q.index(n))
     for r in range(matmul.THREAD_ROWS):
         for c in range(cute.size(S, mode=[1])):
-            dS = dP[r, c] - delta[c]
-            if lse is not None:
-                dS = dS * (1.0 - S[r, c] * S[r, c])
-                S[r, c] = exp2(fma(S[r, c], wg.op.softcap * LOG2_E, -lse[c]))
-            dP[r, c] = S[r, c] * dS
+            P[r, c] = exp2(fma(S[r, c], wg.op.softcap * LOG2_E, -lse[c]))
+            S[r, c] = P[r, c] * (1.0 - S[r, c] * S[r, c])
+    wg.regs.rP.store(acc_P.load().to(wg.regs.rP.element_type))
+
+
+def make_capped_dS(wg: Warpgroup, acc_S: cute.Tensor, dP: cute.Tensor, n: Int32) -> None:
+    """dP -> dS, and what `cap` has made of S -> P."""
+    make_capped_P(wg, acc_S, n)
+    make_dS(wg, matmul.as_rows(acc_S), dP, n)
 
 
 def first_key(wg: Warpgroup, tile: Tile) -> Int32:
-    return tile.kv_block * wg.spec.tile_kv + wg.regs.w * matmul.ROWS
+    return tile.kv_block * wg.spec.tile_kv + wg.regs.first_key
 
 
 def is_cut(wg: Warpgroup, tile: Tile, block: Int32) -> Boolean:
@@ -236,12 +270,9 @@ def add_dQ(wg: Constexpr, tile: Tile, step: Any, is_turn: Boolean):
         first = Int32(0)
         mdQ = op.mdQ[None, None, None, None, head, tile.batch]
     unit = (first + block * spec.tile_q) // matmul.ROWS
-    octet = Int32(0)
-    if const_expr(spec.tile_q == matmul.ROWS):
-        octet = wg.regs.w * (spec.dq_columns // 8)
-    else:
+    if const_expr(spec.tile_q != matmul.ROWS):
         unit += wg.regs.w
-    target = cute.domain_offset((0, 0, octet), mdQ[None, None, None, unit])
+    target = cute.domain_offset((0, 0, wg.regs.first_octet), mdQ[None, None, None, unit])
     if const_expr(spec.deterministic):
         wait_for_turn(wg, n, is_turn)
     wg.regs.add_dQ(target)

@@ -30,6 +30,8 @@ from tilewright.kernels.sm90.fa3_backward.registers import make_mmas
 from tilewright.kernels.sm90.fa3_backward.schedule import schedule
 from tilewright.kernels.sm90.fa3_backward.spec import BackwardSpec
 from tilewright.kernels.sm90.fa3_backward.turns import count_additions, take_turns
+from tilewright.kernels.sm90.fa3_backward.wide import compute_wide
+from tilewright.kernels.sm90.fa3_backward.wide_registers import p_layout
 
 
 class Backward:
@@ -130,6 +132,8 @@ class Backward:
             turn=ring(smem, 2),
             added=ring(smem, 2),
             tail=ring(smem, 1),
+            p=ring(smem, 1) if spec.is_wide else None,
+            ds=ring(smem, 2) if spec.is_wide else None,
         )
         sTile = smem.allocate_tensor(Int32, cute.make_layout((TILE_WORDS, spec.tiles_ahead)), 16)
         sLSE, sDelta = (
@@ -137,7 +141,10 @@ class Backward:
             for stages in (spec.q_stages, spec.do_stages)
         )
         sQ, sK, sV, sdO, sdS = (tensor(smem, dtype, layout) for layout in smem_layouts(spec))
-        sm = Shared(sQ, sdO, sK, sV, sdS, sLSE, sDelta, sTile)
+        sP = None
+        if const_expr(spec.is_wide):
+            sP = smem.allocate_tensor(Float32, p_layout(spec), 128)
+        sm = Shared(sQ, sdO, sK, sV, sdS, sLSE, sDelta, sTile, sP)
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         consumers = 4 * spec.warpgroups  # warps
@@ -148,6 +155,9 @@ class Backward:
             for loaded in (ch.k, ch.v, ch.q, ch.do):
                 loaded.initialise(producers=1, consumers=consumers)
             ch.tail.initialise(producers=1, consumers=1)
+            if const_expr(spec.is_wide):
+                ch.p.initialise(producers=4, consumers=4)
+                ch.ds.initialise(producers=4, consumers=consumers)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         few, many = spec.registers
@@ -164,7 +174,8 @@ class Backward:
                     count_additions(spec, op, sm, ch)
         else:
             cute.arch.setmaxregister_increase(many)
-            compute(spec, op, sm, ch, make_mmas(spec, dtype))
+            run = compute_wide if spec.is_wide else compute
+            run(spec, op, sm, ch, make_mmas(spec, dtype))
 
 
 def smem_layouts(spec: BackwardSpec) -> tuple[Any, ...]:

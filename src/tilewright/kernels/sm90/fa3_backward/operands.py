@@ -56,6 +56,7 @@ class Shared:
     sLSE: cute.Tensor  # (q, stage)
     sDelta: cute.Tensor  # (q, stage)
     sTile: cute.Tensor  # (word, slot)
+    sP: Any = None  # (4, thread, octet), float32, of a wide kernel
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ class Channels:
     turn: Ring  # take_turns -> compute: it may add, of a deterministic call
     added: Ring  # compute -> count_additions: it has added
     tail: Ring  # load -> load: a tile that needs its last rows zeroed
+    p: Any = None  # the warpgroup that makes P -> the one that makes dS, of a wide kernel
+    ds: Any = None  # the warpgroup that makes dS -> both, of a wide kernel
 
 
 @dataclass(frozen=True)

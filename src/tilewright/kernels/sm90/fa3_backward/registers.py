@@ -23,7 +23,7 @@ def make_mmas(spec: BackwardSpec, dtype: Any) -> tuple[Any, ...]:
     return (
         matmul.make_mma(dtype, spec.tile_q, K, spec.keys_in_registers),
         matmul.make_mma(dtype, spec.head_dim_v, MN, a_in_registers=True),
-        matmul.make_mma(dtype, spec.head_dim, MN, a_in_registers=True),
+        matmul.make_mma(dtype, spec.head_dim, MN, a_in_registers=not spec.is_wide),
         matmul.make_mma(dtype, spec.dq_columns, MN, a_in_registers=False, a_layout=MN),
     )
 
@@ -33,6 +33,8 @@ class Registers(Unchanged):
 
     def __init__(self, spec: BackwardSpec, sm: Shared, mmas: Any, thread: Int32, w: Int32):
         self.spec, self.thread, self.w = spec, thread, w
+        self.first_key = w * matmul.ROWS
+        self.first_octet = w * (spec.dq_columns // 8) if spec.tile_q == matmul.ROWS else 0
         self.mma_S, self.mma_dV, self.mma_dK, self.mma_dQ = mmas
         part_S, part_dV, part_dK, part_dQ = (mma.get_slice(thread) for mma in mmas)
         sK, sV = (
@@ -123,18 +125,22 @@ class Registers(Unchanged):
         return cute.make_tensor(held.iterator, cute.make_layout(2 * octets))
 
     def add_dQ(self, mdQ: cute.Tensor) -> None:
-        """registers -> gmem, added to what is there. mdQ is (4, thread, octet) of a block's rows.
+        """registers -> gmem, added to what is there. mdQ is (4, thread, octet) of 64 rows."""
+        add_fragments(self.acc_dQ, mdQ, self.thread)
 
-        By the warps themselves: through the copy engine the same bytes would pass shared memory
-        twice more, which is what this kernel has least of.
-        """
-        octets = self.spec.dq_columns // 8
-        for i in range(octets):
-            target = mdQ.iterator + cute.crd2idx((0, self.thread, i), mdQ.layout)
-            cute.arch.inline_ptx(
-                "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-                read_only_args=[
-                    target.toint(),
-                    *(self.acc_dQ[FRAGMENT * i + e] for e in range(FRAGMENT)),
-                ],
-            )
+
+def add_fragments(acc: cute.Tensor, mdQ: cute.Tensor, thread: Int32, first: int = 0) -> None:
+    """An accumulator's octets, added to those of mdQ (4, thread, octet) from `first` on.
+
+    By the warps themselves: through the copy engine the same bytes would pass shared memory
+    twice more, which is what this kernel has least of.
+    """
+    for i in range(cute.size(acc) // FRAGMENT):
+        target = mdQ.iterator + cute.crd2idx((0, thread, first + i), mdQ.layout)
+        cute.arch.inline_ptx(
+            "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+            read_only_args=[
+                target.toint(),
+                *(acc[FRAGMENT * i + e] for e in range(FRAGMENT)),
+            ],
+        )

@@ -62,13 +62,20 @@ class BackwardSpec:
         )
 
     @property
+    def is_wide(self) -> bool:
+        """Whether dK and dV of 64 keys are too many registers for one warpgroup."""
+        return max(self.head_dim, self.head_dim_v) > 128
+
+    @property
     def warpgroups(self) -> int:
         """That compute; one more loads."""
-        return self.tile_kv // MMA_ROWS
+        return 2 if self.is_wide else self.tile_kv // MMA_ROWS
 
     @property
     def dq_columns(self) -> int:
-        """Of the part of dQ that a warpgroup makes, which has 64 rows."""
+        """Of the part of dQ that one multiply makes, which has 64 rows."""
+        if self.is_wide:
+            return 64
         return self.head_dim * self.tile_q // (MMA_ROWS * self.warpgroups)
 
     @property
@@ -85,9 +92,10 @@ class BackwardSpec:
         kv = self.tile_kv * (self.head_dim + self.head_dim_v)
         q = self.tile_q * (self.q_stages * self.head_dim + self.do_stages * self.head_dim_v)
         ds = 2 * self.tile_q * self.tile_kv
+        p = 4 * self.tile_q * self.tile_kv if self.is_wide else 0
         rows = 4 * self.tile_q * (self.q_stages + self.do_stages)
         before_tiles = -(-(BARRIER_BYTES + rows) // TILE_MULTIPLE) * TILE_MULTIPLE
-        return before_tiles + 2 * (kv + q + ds)
+        return before_tiles + 2 * (kv + q + ds) + p
 
     def why_illegal(self) -> str | None:
         """What the chip cannot give this spec; None if it is legal."""
@@ -100,6 +108,10 @@ class BackwardSpec:
             return f"tile_q={self.tile_q}: want 64 or 128, which the workspace is padded to"
         if self.tile_kv % MMA_ROWS or not 1 <= self.warpgroups <= 3:
             return f"tile_kv={self.tile_kv}: one to three warpgroups own {MMA_ROWS} keys each"
+        if self.is_wide and (self.tile_q, self.tile_kv) != (MMA_ROWS, MMA_ROWS):
+            return f"tile {self.tile_q}x{self.tile_kv}: head dims over 128 take 64x64"
+        if self.is_wide and self.keys_in_registers:
+            return "keys_in_registers: head dims over 128 leave no registers for keys"
         if self.smem_bytes > SMEM_BYTES:
             return f"{self.smem_bytes} B of shared memory, {SMEM_BYTES} B exist"
         return None

@@ -45,7 +45,7 @@ def report_spoilt(op: Operands, accs: Any):
 def store_keys(regs: Constexpr, acc: cute.Tensor, mX: cute.Tensor, tile: Tile):
     """An accumulator's rows -> mX (kv, d). Those of no key of the problem are 0."""
     lane = regs.thread % 32
-    first = tile.kv_block * regs.spec.tile_kv + regs.w * matmul.ROWS
+    first = tile.kv_block * regs.spec.tile_kv + regs.first_key
     mine = first + 16 * (regs.thread // 32) + lane // matmul.ROW_LANES
     rows = matmul.as_rows(acc)  # (row, col)
     for r in cutlass.range_constexpr(matmul.THREAD_ROWS):
