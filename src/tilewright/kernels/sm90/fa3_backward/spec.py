@@ -20,8 +20,8 @@ from tilewright.kernels.sm90.fa3.spec import (
 )
 
 ROWS_MULTIPLE = 128
-BARRIER_BYTES = 384  # mbarriers and the tile ring, as far as to where the rows' numbers begin
-TILE_MULTIPLE = 1024  # where a tile may begin in shared memory
+BARRIER_BYTES = 384  # mbarriers and the tile ring; the numbers of queries follow
+TILE_ALIGNMENT = 1024
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,8 @@ class BackwardSpec:
         q = self.tile_q * (self.q_stages * self.head_dim + self.do_stages * self.head_dim_v)
         ds = 2 * self.tile_q * self.tile_kv
         p = 4 * self.tile_q * self.tile_kv if self.is_wide else 0
-        rows = 4 * self.tile_q * (self.q_stages + self.do_stages)
-        before_tiles = -(-(BARRIER_BYTES + rows) // TILE_MULTIPLE) * TILE_MULTIPLE
-        return before_tiles + 2 * (kv + q + ds) + p
+        first = BARRIER_BYTES + 4 * self.tile_q * (self.q_stages + self.do_stages)
+        return 2 * (kv + q + ds) + p + -(-first // TILE_ALIGNMENT) * TILE_ALIGNMENT
 
     def why_illegal(self) -> str | None:
         """What the chip cannot give this spec; None if it is legal."""
