@@ -104,6 +104,7 @@ class Registers(Unchanged):
         # dQ = dS K
         A = self.tQrdS[None, None, None, slot]
         self.acc_dQ.fill(0.0)
+        self.acc_dQ.fill(0.0)
         matmul.gemm(self.mma_dQ, self.acc_dQ, A, self.tQrK, accumulate=False)
 
     def write_dS(self, slot: Int32) -> None:
