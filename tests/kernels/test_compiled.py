@@ -21,8 +21,9 @@ SPILLS = {
         Path(__file__).with_name("resources.toml").read_text(encoding="utf-8")
     ).get("spill", [])
 }
-# Of each kernel: multiplies of a warpgroup, loads by TMA, setmaxnreg. Not: local memory.
+# Multiplies of a warpgroup, loads by TMA, setmaxnreg; additions to dQ in memory. Not: local memory.
 WANTED = {"HGMMA", "UTMALDG", "USETMAXREG"}
+WANTED_BACKWARD = WANTED | {"REDG"}
 UNWANTED = {"LDL", "STL"}
 
 EntryOf = Callable[[Kernel], Entry]
@@ -55,10 +56,12 @@ def test_every_known_spill_has_a_reason_and_a_kernel():
 @every_multiplying_kernel
 def test_registers_and_shared_memory_are_the_specs(kernel: Kernel, entry_of: EntryOf):
     facts, spec = entry_of(kernel).facts, kernel.spec
-    # What a launch allots is a multiple of 8; setmaxnreg hands the same registers out anew.
-    assert facts["registers"] == REGISTERS // spec.threads // 8 * 8
+    # What a launch allots is a multiple of 8; setmaxnreg hands the same registers out anew. An
+    # instruction can name 255 of 256.
+    allotted = -(-facts["registers"] // 8) * 8
+    assert allotted == REGISTERS // spec.threads // 8 * 8
     loads, computes = spec.registers
-    assert loads + spec.warpgroups * computes <= facts["registers"] * (spec.warpgroups + 1)
+    assert loads + spec.warpgroups * computes <= allotted * (spec.warpgroups + 1)
     assert facts["smem"] == spec.smem_bytes
 
 
@@ -69,7 +72,8 @@ def test_the_instructions_that_matter_are_there(kernel: Kernel, entry_of: EntryO
         pytest.skip("no nvdisasm; triton's wheel has one")
     found = sass.instructions(entry_of(kernel).files[".cubin"], program)
     families = {name.split(".")[0] for name in found}
-    assert families >= WANTED
+    is_backward = kernel.family == catalog.FA3_BACKWARD
+    assert families >= (WANTED_BACKWARD if is_backward else WANTED)
     if str(kernel) not in SPILLS:
         assert not families & UNWANTED
     dtype = {"float16": "F16", "bfloat16": "BF16"}[kernel.spec.dtype]

@@ -48,14 +48,14 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Memory is NaN before it is written; lists how many times some was asked for."""
+    """Memory is NaN, or -1, before it is written; lists how many times some was asked for."""
     asked = []
     empty = torch.empty
 
     def poisoned_empty(*args: Any, **kwargs: Any) -> Tensor:
         asked.append(1)
         x = empty(*args, **kwargs)
-        return x.fill_(torch.nan) if x.is_floating_point() else x
+        return x.fill_(torch.nan if x.is_floating_point() else -1)
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", poisoned_empty)

@@ -19,7 +19,9 @@ from tests.tolerance import assert_accurate
 from tilewright import attention, attention_varlen, explain, jit
 from tilewright.kernels import catalog
 from tilewright.kernels.catalog import Kernel
+from tilewright.kernels.sm90.fa3_backward.spec import BackwardSpec, RowsSpec
 from tilewright.launch import device
+from tilewright.launch.fa3 import ARCH
 
 BF16 = torch.bfloat16
 WINDOW = {"window": (3, 2)}  # which, on the CPU, no other backend than portable takes
@@ -47,6 +49,9 @@ def gradients(leaves: list[Tensor], backend: str = "fa3", **options: Any) -> lis
         ((72, 40), (96, 96)),
         ((64, 128), (128, 128)),
         ((128, 8), (128, 128)),
+        ((136, 128), (192, 128)),
+        ((8, 136), (192, 192)),
+        ((8, 256), (256, 256)),
     ],
     ids=str,
 )
@@ -157,16 +162,21 @@ def test_finish_looks_after_what_the_main_kernel_wrote(hopper: StandIn, which: i
         assert finish[name].data_ptr() == main[name].data_ptr()
 
 
-def test_head_dims_without_kernels_go_back_the_portable_way(hopper: StandIn) -> None:
-    """And `explain` says so, with the reason."""
-    leaves = qkv(dim=192)
-    explanation = explain(*leaves, **WINDOW)
-    assert (explanation.backend, explanation.backward) == ("fa3", "portable")
-    assert "no kernel for dim=192, dim_v=192" in explanation.backward_rejected["fa3"]
-    assert "its backward is that of portable" in str(explanation)
-    gradients(leaves, **WINDOW)
-    assert {x.family for x in hopper.kernels} == {catalog.FA3_FORWARD}
-    assert explain(*qkv()).backward == "fa3"
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_whatever_the_forward_takes_has_a_backward(deterministic: bool) -> None:
+    every = catalog.kernels(ARCH)
+    features = {x.spec.features for x in every if x.family == catalog.FA3_FORWARD}
+    for spec in features:
+        mask = spec.bounded_left, spec.bounded_right, spec.has_softcap
+        wanted = BackwardSpec(
+            spec.dtype, spec.head_dim, spec.head_dim_v, *mask, spec.packed, deterministic
+        )
+        found = catalog.smallest(ARCH, MAIN, wanted)
+        assert (found.head_dim, found.head_dim_v) == (spec.head_dim, spec.head_dim_v)
+        dims = {PREPARE: spec.head_dim_v, FINISH: spec.head_dim}
+        for family, dim in dims.items():
+            rows = RowsSpec(spec.dtype, dim, spec.packed)
+            assert Kernel(family, rows, ARCH) in every
 
 
 @pytest.mark.parametrize("missing", [PREPARE, MAIN, FINISH])
@@ -180,8 +190,9 @@ def test_kernels_that_cannot_be_loaded_are_told(
     explanation = explain(*qkv(), **WINDOW)
     assert (explanation.backend, explanation.backward) == ("fa3", "portable")
     assert f"nobody built {missing}_bf16" in explanation.backward_rejected["fa3"]
+    assert "its backward is that of portable" in str(explanation)
     got, want = (gradients(qkv(), name, **WINDOW) for name in ("fa3", "portable"))
-    assert not hopper.calls_of(MAIN)
+    assert {x.family for x in hopper.kernels} == {catalog.FA3_FORWARD}
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=2**-7, atol=2**-7 * b.abs().max().item())
 

@@ -30,16 +30,13 @@ OCTET, FRAGMENT = 8, (128, 4)  # how the sums of dq lie: columns, and floats of 
 
 def why_not(problem: AttentionProblem) -> str | None:
     """Why these kernels cannot follow a forward that `fa3.why_not` does not object to."""
-    if _features(problem) is None:
-        return (
-            f"FA-3's backward has no kernel for dim={problem.head_dim}, dim_v={problem.head_dim_v}"
-        )
     return next(filter(None, map(jit.why_unavailable, kernels(problem))), None)
 
 
 def kernels(problem: AttentionProblem) -> tuple[catalog.Kernel, catalog.Kernel, catalog.Kernel]:
-    """prepare, the main kernel and finish, for a problem whose head dims have them."""
-    spec = catalog.tiled_backward(_features(problem))
+    """prepare, the main kernel and finish."""
+    wanted = BackwardSpec(*fa3.features(problem), deterministic=problem.deterministic)
+    spec = catalog.tiled_backward(catalog.smallest(fa3.ARCH, catalog.FA3_BACKWARD, wanted))
     of_dout, of_dq = (
         RowsSpec(spec.dtype, dim, spec.packed) for dim in (spec.head_dim_v, spec.head_dim)
     )
@@ -48,11 +45,6 @@ def kernels(problem: AttentionProblem) -> tuple[catalog.Kernel, catalog.Kernel, 
         catalog.Kernel(catalog.FA3_BACKWARD, spec, fa3.ARCH),
         catalog.Kernel(catalog.FA3_FINISH, of_dq, fa3.ARCH),
     )
-
-
-def _features(problem: AttentionProblem) -> Any:
-    wanted = BackwardSpec(*fa3.features(problem), deterministic=problem.deterministic)
-    return catalog.smallest(fa3.ARCH, catalog.FA3_BACKWARD, wanted)
 
 
 class Launches(NamedTuple):

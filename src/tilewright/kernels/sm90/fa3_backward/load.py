@@ -33,7 +33,7 @@ def load(spec: Constexpr, op: Operands, sm: Shared, ch: Channels):
         ch.tile.release(tiles)
         begin, count = query_blocks(spec, op, tile)
         if count > 0:
-            steps, tails = load_tile(role, tile, begin, count, loaded, steps, tails)
+            steps, tails = load_tile(role, tile, (begin, count), loaded, steps, tails)
             loaded += 1
         tiles += 1
         ch.tile.wait_full(tiles)
@@ -41,11 +41,13 @@ def load(spec: Constexpr, op: Operands, sm: Shared, ch: Channels):
 
 
 @cute.jit
-def load_tile(
-    role: Constexpr, tile: Tile, begin: Int32, count: Int32, n: Int32, steps: Int32, tails: Int32
-):
-    """K and V of tile number `n`, and its queries, of which the first is step `steps`."""
+def load_tile(role: Constexpr, tile: Tile, blocks: Any, n: Int32, steps: Int32, tails: Int32):
+    """K and V of tile number `n`, and its queries, of which the first is step `steps`.
+
+    `blocks` are the first block of queries, and how many there are.
+    """
     spec, op, sm, ch = role.spec, role.op, role.sm, role.ch
+    begin, count = blocks
     group = op.heads_q // op.heads_k
     keys = tile.seqlen_k - tile.kv_block * spec.tile_kv
     for g in cutlass.range(group, unroll=1):
