@@ -70,7 +70,7 @@ def stages(where: str) -> dict[str, Callable[[], Any]]:
     operands = (q, k, v, None, None, None, None, None, None)
     attention(q, k, v, causal=True, backend="fa3")
     key = lane._key(operands[:4], (), options)
-    prepared = lane._prepared[key]
+    prepared = lane._prepared[key].forward
     call = calls.dense(q, k, v, Options(*options))
     problem, _ = call.plan()
     launch = fa3._launch(problem, q.device, 0)
