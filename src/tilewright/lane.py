@@ -114,7 +114,7 @@ def _autocast(
         if type(x) not in _TENSORS or x.dtype not in _CAST_BY_AUTOCAST:
             return None
     device = q.device.type
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+    if not (_C._is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return q, k, v
     dtype = torch.get_autocast_dtype(device)
     if q.dtype is dtype and k.dtype is dtype and v.dtype is dtype:
@@ -158,6 +158,7 @@ def _key(
             type(x) not in _TENSORS
             or x.layout is not torch.strided
             or x.is_neg()
+            or _C._functorch.is_functorch_wrapped_tensor(x)  # and has outlived its transform
         ):
             return None
         else:
@@ -196,12 +197,15 @@ class _Attention(torch.autograd.Function):
             return (None,) * 10
         *operands, out, lse = saved = ctx.saved_tensors
         needs = ctx.needs_input_grad[1:5]
-        if is_compiling() or is_grad_enabled() or not _PLAIN.issuperset(map(type, saved)):
-            grads = _through_the_operator(ctx.plan, operands, (dout, dlse, out, lse), needs)
-        elif _C._is_any_autocast_enabled():
+        if not is_compiling() and _C._is_any_autocast_enabled():
             with _C._DisableAutocast():
                 return _Attention.backward(ctx, dout, dlse)
-        elif _is_watched() or type(dout) not in _PLAIN or type(dlse) not in _PLAIN:
+        if (
+            is_compiling()
+            or is_grad_enabled()  # for a second derivative
+            or _is_watched()
+            or not _PLAIN.issuperset(map(type, (dout, dlse, *saved)))
+        ):
             grads = _through_the_operator(ctx.plan, operands, (dout, dlse, out, lse), needs)
         else:
             run = ctx.plan.backward or ctx.plan.prepare_backward(Operands(*operands))
@@ -210,19 +214,22 @@ class _Attention(torch.autograd.Function):
         return (None, *grads, None, None, None, None, None)
 
 
+# Without what Function.apply does first, which takes as long as finding a key: it looks for
+# transforms and for tensors that have outlived one, and no key is made of either.
+_apply = super(torch.autograd.Function, _Attention).apply
+
+
 def _through_the_operator(
     plan: Plan, operands: Sequence[Any], saved: Sequence[Any], needs: Sequence[bool]
 ) -> Sequence[Tensor | None]:
     """`saved` holds dout, dlse, out and lse."""
-    grads = attend_backward(
-        *saved, list(needs), *operands[:4], list(operands[4:]), *plan.options
-    )
+    grads = attend_backward(*saved, list(needs), *operands[:4], list(operands[4:]), *plan.options)
     return [x if need else None for x, need in zip(grads, needs, strict=True)]
 
 
 def _the_short_way(plan: Plan, operands: Sequence[Any], return_lse: bool) -> Result:
     if plan.needs_graph:
-        out, lse = _Attention.apply(plan, *operands)
+        out, lse = _apply(plan, *operands)
     else:
         out, lse = plan.forward(operands)
     return (out, lse) if return_lse else out
