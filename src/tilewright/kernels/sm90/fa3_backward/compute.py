@@ -43,7 +43,6 @@ from tilewright.kernels.sm90.fa3_backward.spec import padded_start
 from tilewright.kernels.sm90.fa3_backward.store import store
 from tilewright.kernels.sm90.fa3_backward.turns import (
     end_turn,
-    release_tile,
     wait_for_turn,
 )
 
@@ -66,10 +65,7 @@ def compute(spec: Constexpr, op: Operands, sm: Shared, ch: Channels, mmas: Const
     tile = Tile.read(sm.sTile, ch.tile.index(tiles))
     while tile.kv_block >= 0:
         begin, count = query_blocks(spec, op, tile)
-        if const_expr(spec.deterministic):
-            release_tile(wg, tiles, count == 0)
-        else:
-            ch.tile.release(tiles)
+        release_tile(wg, tiles, count == 0)
         wg.regs.acc_dV.fill(0.0)
         wg.regs.acc_dK.fill(0.0)
         if count > 0:
@@ -97,16 +93,14 @@ def attend_queries(wg: Constexpr, tile: Tile, begin: Int32, count: Int32, number
     if const_expr(wg.spec.keys_in_registers):
         regs.read_keys()
         ch.v.release(loaded)
-    if const_expr(wg.spec.deterministic):
-        release_tile(wg, tiles, steps + 1 >= last)
+    release_tile(wg, tiles, steps + 1 >= last)
     attend_block(wg, tile, (steps, head, block), True, steps < last)
     for n in cutlass.range(steps + 1, last + 1, unroll=1):
         block += 1
         if block == begin + count:
             block = begin
             head += 1
-        if const_expr(wg.spec.deterministic):
-            release_tile(wg, tiles, n + 1 == last)
+        release_tile(wg, tiles, n + 1 == last)
         attend_block(wg, tile, (n, head, block), False, n < last)
     if const_expr(not wg.spec.keys_in_registers):
         ch.v.release(loaded)
@@ -114,6 +108,17 @@ def attend_queries(wg: Constexpr, tile: Tile, begin: Int32, count: Int32, number
     regs.multiply_dK(ch.q.index(last))
     matmul.wait(0)
     ch.q.release(last)
+
+
+@cute.jit
+def release_tile(wg: Constexpr, tiles: Int32, is_time: Boolean):
+    """Let the tile after number `tiles` be taken now: some steps before this one ends.
+
+    No idle CTA can take what is taken, and in turns others wait for it; so it is taken as late as
+    its loads can begin.
+    """
+    if is_time:
+        wg.ch.tile.release(tiles)
 
 
 @cute.jit

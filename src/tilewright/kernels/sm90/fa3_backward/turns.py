@@ -92,16 +92,6 @@ def wait_for_turn(role: Constexpr, n: Int32, is_there: Boolean):
         role.ch.turn.wait_full(n)
 
 
-@cute.jit
-def release_tile(role: Constexpr, tiles: Int32, is_time: Boolean):
-    """Let tile number `tiles` be followed by one that is taken now: two steps before it begins.
-
-    Others wait for a tile that is taken; so it is taken when there is little to do before it.
-    """
-    if is_time:
-        role.ch.tile.release(tiles)
-
-
 def end_turn(role: Role, n: Int32) -> None:
     """This warp has made its additions of step `n`."""
     role.ch.turn.release(n)

@@ -34,6 +34,7 @@ from tilewright.kernels.sm90.fa3_backward.compute import (
     is_cut,
     make_capped_P,
     make_P,
+    release_tile,
 )
 from tilewright.kernels.sm90.fa3_backward.operands import (
     Channels,
@@ -43,7 +44,6 @@ from tilewright.kernels.sm90.fa3_backward.operands import (
     query_blocks,
 )
 from tilewright.kernels.sm90.fa3_backward.store import report_spoilt, store_keys
-from tilewright.kernels.sm90.fa3_backward.turns import release_tile
 from tilewright.kernels.sm90.fa3_backward.wide_registers import WideRegisters
 
 
@@ -84,10 +84,7 @@ def attend_tiles(wg: Constexpr):
     tile = Tile.read(sm.sTile, ch.tile.index(tiles))
     while tile.kv_block >= 0:
         begin, count = query_blocks(spec, op, tile)
-        if const_expr(spec.deterministic):
-            release_tile(wg, tiles, count == 0)
-        else:
-            ch.tile.release(tiles)
+        release_tile(wg, tiles, count == 0)
         wg.regs.acc.fill(0.0)
         if count > 0:
             attend_queries(wg, tile, begin, count, (tiles, loaded, steps))
@@ -109,8 +106,7 @@ def attend_queries(wg: Constexpr, tile: Tile, begin: Int32, count: Int32, number
     if const_expr(regs.w == 1):
         ch.v.wait_full(loaded)
     wg.pairs.wait_full(steps)
-    if const_expr(wg.spec.deterministic):
-        release_tile(wg, tiles, steps + 1 >= last)
+    release_tile(wg, tiles, steps + 1 >= last)
     attend_block(wg, tile, (steps, head, block), None, steps < last)
     for n in cutlass.range(steps + 1, last + 1, unroll=1):
         before = n - 1, head, block
@@ -118,8 +114,7 @@ def attend_queries(wg: Constexpr, tile: Tile, begin: Int32, count: Int32, number
         if block == begin + count:
             block = begin
             head += 1
-        if const_expr(wg.spec.deterministic):
-            release_tile(wg, tiles, n + 1 == last)
+        release_tile(wg, tiles, n + 1 == last)
         attend_block(wg, tile, (n, head, block), before, n < last)
     ch.v.release(loaded)
     ch.ds.wait_full(last)
