@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import _C, Tensor, is_grad_enabled
 from torch._C._autograd import _profiler_enabled
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
@@ -158,7 +159,7 @@ def _key(
             type(x) not in _TENSORS
             or x.layout is not torch.strided
             or x.is_neg()
-            or _C._functorch.is_functorch_wrapped_tensor(x)  # and has outlived its transform
+            or is_functorch_wrapped_tensor(x)  # which has outlived its transform
         ):
             return None
         else:
@@ -216,7 +217,7 @@ class _Attention(torch.autograd.Function):
 
 # Without what Function.apply does first, which takes as long as finding a key: it looks for
 # transforms and for tensors that have outlived one, and no key is made of either.
-_apply = super(torch.autograd.Function, _Attention).apply
+_apply = super(torch.autograd.Function, _Attention).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _through_the_operator(
