@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import _C, Tensor, is_grad_enabled
 from torch._C._autograd import _profiler_enabled
-from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
@@ -206,6 +206,8 @@ class _Attention(torch.autograd.Function):
             or is_grad_enabled()  # for a second derivative
             or _is_watched()
             or not _PLAIN.issuperset(map(type, (dout, dlse, *saved)))
+            or (dout is not None and is_legacy_batchedtensor(dout))  # is_grads_batched
+            or (dlse is not None and is_legacy_batchedtensor(dlse))
         ):
             grads = _through_the_operator(ctx.plan, operands, (dout, dlse, out, lse), needs)
         else:
