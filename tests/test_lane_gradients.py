@@ -1,4 +1,4 @@
-"""Gradients the short way: what the operator gives, and the operator wherever it has to be asked."""
+"""Gradients that go the short way are the operator's, which is asked wherever it has to be."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ CASTS = [(torch.float32, None), (torch.bfloat16, None), (torch.float16, torch.fl
 def test_autocast_casts_and_gradients_come_back(
     dtype: torch.dtype, of_sink: torch.dtype | None
 ) -> None:
-    """In the dtypes of the leaves; what autocast does not cast, or must hear of, is the same too."""
+    """In the leaves' dtypes; likewise what it does not cast, or what the operator has to cast."""
     operands = leaves(dtype)
     sink = None if of_sink is None else torch.ones(4, dtype=of_sink, requires_grad=True)
     wanted = [*operands, *([] if sink is None else [sink])]

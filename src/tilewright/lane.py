@@ -71,7 +71,7 @@ class Plan:
 
 def dense(q: Tensor, k: Tensor, v: Tensor, options: Sequence[Any], return_lse: bool) -> Result:
     """`options` are the fields of `Options`."""
-    if _C._is_any_autocast_enabled() and (cast := _autocast(q, k, v, options[4])):
+    if _is_autocast() and (cast := _autocast(q, k, v, options[4])):
         with _C._DisableAutocast():
             return dense(*cast, options, return_lse)
     operands = (q, k, v, options[4], None, None, None, None, None)
@@ -90,7 +90,7 @@ def varlen(
     return_lse: bool,
 ) -> Result:
     """`layout` holds cu_seqlens and seqused. Where contents are checked, they are in every call."""
-    if _C._is_any_autocast_enabled() and (cast := _autocast(*qkv, options[4])):
+    if _is_autocast() and (cast := _autocast(*qkv, options[4])):
         with _C._DisableAutocast():
             return varlen(cast, layout, longest, options, return_lse)
     operands = (*qkv, options[4], *layout, None)
@@ -102,6 +102,11 @@ def varlen(
     return _the_short_way(plan, operands, return_lse)
 
 
+def _is_autocast() -> bool:
+    """Whether it is on, for any device. While torch.compile looks on, that is the operator's."""
+    return not is_compiling() and _C._is_any_autocast_enabled()
+
+
 def _autocast(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -109,8 +114,6 @@ def _autocast(
 
     None where the operator has to be told of autocast, or is to refuse the call.
     """
-    if is_compiling():
-        return None
     for x in (q, k, v):
         if type(x) not in _TENSORS or x.dtype not in _CAST_BY_AUTOCAST:
             return None
@@ -198,7 +201,7 @@ class _Attention(torch.autograd.Function):
             return (None,) * 10
         *operands, out, lse = saved = ctx.saved_tensors
         needs = ctx.needs_input_grad[1:5]
-        if not is_compiling() and _C._is_any_autocast_enabled():
+        if _is_autocast():
             with _C._DisableAutocast():
                 return _Attention.backward(ctx, dout, dlse)
         if (
