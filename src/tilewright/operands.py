@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
@@ -27,8 +26,7 @@ class Operands(NamedTuple):
     block_table: Tensor | None = None  # (batch, pages a sequence) int32
 
 
-@dataclass(frozen=True)
-class Saved:
+class Saved(NamedTuple):
     """What the backward pass takes from the forward one, and what flows back into it."""
 
     out: Tensor  # like q, with the head dim of v
@@ -37,8 +35,7 @@ class Saved:
     dlse: Tensor | None  # like lse; None stands for zeros
 
 
-@dataclass(frozen=True)
-class Gradients:
+class Gradients(NamedTuple):
     """Gradients of the operands; None where nobody asked."""
 
     q: Tensor | None = None

@@ -20,7 +20,7 @@ from tilewright.torch_ops import ops
 def forget() -> None:
     """All that was decided for a machine."""
     launches = fa3._launch, fa3_backward._launches
-    for cache in (*launches, ops._plan, ops._plan_backward, device.capability):
+    for cache in (*launches, ops._plan, ops.plan_backward, device.capability):
         cache.cache_clear()
     for kept in (lane._prepared, device._counters, device._no_sinks):
         kept.clear()

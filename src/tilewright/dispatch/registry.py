@@ -19,6 +19,8 @@ Forward = Callable[[AttentionProblem, Operands], tuple[Tensor, Tensor]]
 Prepared = Callable[[Sequence[Any]], tuple[Tensor, Tensor]]  # takes the fields of `Operands`
 Prepare = Callable[[AttentionProblem, Operands], Prepared]
 Backward = Callable[[AttentionProblem, Operands, Saved, Sequence[bool]], Gradients]
+PreparedBackward = Callable[[Sequence[Any], Saved, Sequence[bool]], Gradients]  # likewise
+PrepareBackward = Callable[[AttentionProblem, Operands], PreparedBackward]
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Backend:
     # (problem, like) -> `forward` of that problem for operands with the shapes, strides, dtypes and
     # device of `like`, where such a one is faster.
     prepare: Prepare | None = None
+    prepare_backward: PrepareBackward | None = None  # likewise, of `backward`
     # Why its backward cannot follow a forward that it can compute; another backend's does then.
     why_not_backward: Callable[[AttentionProblem], str | None] = lambda problem: None
 
@@ -50,6 +53,7 @@ BACKENDS: dict[str, Backend] = {
             forward=fa3.forward,
             backward=fa3_backward.backward,
             prepare=fa3.prepare,
+            prepare_backward=fa3_backward.prepare,
             why_not_backward=fa3_backward.why_not,
         ),
         Backend(

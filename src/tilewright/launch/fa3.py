@@ -176,7 +176,7 @@ def prepare(
     dtype, where = like.q.dtype, like.q.device
     of_out, of_lse = _shapes(like)
     is_empty = problem.batch == 0 or 0 in of_out or 0 in like.k.shape
-    if is_empty or problem.scoring.scale <= 0 or not _has_readable_strides(like):
+    if is_empty or problem.scoring.scale <= 0 or not has_readable_strides(like):
         return lambda operands: forward(problem, Operands(*operands))
     launch = _launch(problem, where, used_lengths(like))
 
@@ -231,7 +231,7 @@ def readable(problem: AttentionProblem, operands: Operands) -> Operands:
     )
 
 
-def _has_readable_strides(operands: Operands) -> bool:
+def has_readable_strides(operands: Operands) -> bool:
     """Whether `readable` changes nothing about the memory of operands that are aligned."""
     q, k, v, sink, *rest = operands
     return (

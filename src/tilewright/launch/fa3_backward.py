@@ -20,7 +20,7 @@ from tilewright.kernels import catalog
 from tilewright.kernels.sm90.fa3.spec import MMA_ROWS
 from tilewright.kernels.sm90.fa3_backward.spec import BackwardSpec, RowsSpec, padded_rows
 from tilewright.launch import device, fa3
-from tilewright.launch.readable import for_tma
+from tilewright.launch.readable import ALIGNMENT, for_tma, is_aligned
 from tilewright.operands import Gradients, Operands, Saved
 from tilewright.problem import AttentionProblem
 
@@ -48,15 +48,18 @@ def kernels(problem: AttentionProblem) -> tuple[catalog.Kernel, catalog.Kernel, 
 
 
 class Launches(NamedTuple):
-    """The loaded kernels of a problem, and what they are passed in every call."""
+    """The loaded kernels of a problem, and what each call of them has in common."""
 
-    spec: BackwardSpec
     prepare: Callable[..., Any]
     main: Callable[..., Any]
     finish: Callable[..., Any]
     used: int
-    scalars: tuple[Any, ...]
-    scale: float  # with its sign
+    scalars: tuple[Any, ...]  # of main
+    scalars_of_finish: tuple[Any, ...]
+    # Shapes: of a number a row in the workspace, of dq's sums, of turns if there are any.
+    rows: tuple[int, ...]
+    sums: tuple[int, ...]
+    turns: tuple[int, ...] | None
 
 
 class Workspace(NamedTuple):
@@ -69,16 +72,24 @@ class Workspace(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _launches(problem: AttentionProblem, where: torch.device, used: int) -> Launches:
+def _launches(problem: AttentionProblem, where: torch.device, used: int, rows: int) -> Launches:
+    """`rows` are q's: of a sequence, or of all packed ones."""
     prepare, main, finish = kernels(problem)
+    is_packed = problem.layout == "varlen"
+    outer = (problem.heads_q,) if is_packed else (problem.batch, problem.heads_q)
+    padded = padded_rows(rows, problem.batch if is_packed else 0)
+    scalars = fa3.scalars(problem, where, used)
     return Launches(
-        spec=main.spec,
         prepare=jit.load(prepare),
         main=jit.load(main),
         finish=jit.load(finish),
         used=used,
-        scalars=fa3.scalars(problem, where, used),
-        scale=float(problem.scoring.scale),
+        scalars=scalars,
+        # The scale has its sign there, and the CTAs are one a tile.
+        scalars_of_finish=(float(problem.scoring.scale), *scalars[:-1]),
+        rows=(*outer, padded),
+        sums=(*outer, padded // MMA_ROWS, main.spec.head_dim // OCTET, *FRAGMENT),
+        turns=(*outer, padded // main.spec.tile_q) if main.spec.deterministic else None,
     )
 
 
@@ -89,90 +100,136 @@ def backward(
 
     On the tensors' own device, and on the caller's current stream there.
     """
-    where = operands.q.device
+    q, where = operands.q, operands.q.device
     if device.current() != where.index:
         with torch.cuda.device(where):
             return backward(problem, operands, saved, needs)
-    if problem.batch == 0 or 0 in operands.q.shape or 0 in operands.k.shape:
+    if problem.batch == 0 or 0 in q.shape or 0 in operands.k.shape:
         return _without_pairs(operands, saved, needs)
-    run = _launches(problem, where, fa3.used_lengths(operands))
-    readable = fa3.readable(problem, operands)
-    dout = for_tma(saved.dout)
-    work = _prepare(run, readable, saved, dout)
+    run = _launches(problem, where, fa3.used_lengths(operands), q.shape[-3])
+    out, lse, dout, dlse = saved
+    grads = _launch(
+        run,
+        fa3.readable(problem, operands),
+        Saved(
+            for_tma(out),
+            _as_float32(lse),
+            for_tma(dout),
+            None if dlse is None else _as_float32(dlse),
+        ),
+        needs,
+    )
+    if grads.sink is None or operands.sink is None:
+        return grads
+    return grads._replace(sink=grads.sink.to(operands.sink.dtype))
+
+
+def prepare(
+    problem: AttentionProblem, like: Operands
+) -> Callable[[Sequence[Any], Saved, Sequence[bool]], Gradients]:
+    """`backward` for operands with the shapes, strides, dtypes and device of `like`.
+
+    What those decide is decided here; `fa3.prepare` says what it takes. A hook on saved tensors may
+    have put other strides in their place, and what flows back has any: both are looked at.
+    """
+    where, rows, shape = like.q.device, like.q.shape[-3], (*like.q.shape[:-1], like.v.shape[-1])
+    is_empty = problem.batch == 0 or 0 in like.q.shape or 0 in like.k.shape
+    if is_empty or problem.scoring.scale <= 0 or not fa3.has_readable_strides(like):
+        return lambda operands, saved, needs: backward(problem, Operands(*operands), saved, needs)
+    launches = _launches(problem, where, fa3.used_lengths(like), rows)
+    of_out = torch.empty(*shape, device="meta").stride()
+    strides = (*(x.stride() for x in like[:3]), of_out)
+
+    def run(operands: Sequence[Any], saved: Saved, needs: Sequence[bool]) -> Gradients:
+        q, k, v = operands[:3]
+        out, lse, dout, dlse = saved
+        addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
+        if (
+            device.current() != where.index
+            or (q.stride(), k.stride(), v.stride(), out.stride()) != strides
+            or addresses % ALIGNMENT
+        ):
+            return backward(problem, Operands(*operands), saved, needs)
+        if dout.stride() != of_out or not is_aligned(dout) or dout.is_neg():
+            dout = for_tma(dout)
+        if dlse is not None:
+            dlse = _as_float32(dlse)
+        return _launch(launches, operands, Saved(out, lse, dout, dlse), needs)
+
+    return run
+
+
+def _launch(
+    run: Launches, operands: Sequence[Any], saved: Saved, needs: Sequence[bool]
+) -> Gradients:
+    """All of it can be read as it lies; the gradient of sink is float32, as sink is."""
+    lengths = fa3.lengths(operands)
+    work = _prepare(run, saved, lengths)
     dq = dk = dv = dsink = None
     if any(needs[:3]):
-        dk, dv = _main(run, readable, dout, work)
+        dk, dv = _main(run, operands, saved.dout, work, lengths)
         # It also looks after rows of dk and dv that hidden rows have spoilt.
-        dq = _finish(run, readable, (dout, dk, dv), work)
-    if operands.sink is not None and needs[3]:
-        dsink = _backward_of_sink(readable.sink, work).to(operands.sink.dtype)
+        dq = _finish(run, operands, (saved.dout, dk, dv), work, lengths)
+    if needs[3] and operands[3] is not None:
+        dsink = _backward_of_sink(operands[3], work)
     return Gradients(
         dq if needs[0] else None, dk if needs[1] else None, dv if needs[2] else None, dsink
     )
 
 
-def _prepare(run: Launches, operands: Operands, saved: Saved, dout: Tensor) -> Workspace:
-    *batch, rows, heads, _ = operands.q.shape
-    bounds = operands.cu_seqlens_q
-    padded = padded_rows(rows, 0 if bounds is None else len(bounds) - 1)
-    fragments = padded // MMA_ROWS, run.spec.head_dim // OCTET, *FRAGMENT
-    shapes = (padded,), (padded,), fragments
+def _prepare(run: Launches, saved: Saved, lengths: tuple[Any, ...]) -> Workspace:
+    out, lse, dout, dlse = saved
+    where = dout.device
     work = Workspace(
-        *(
-            torch.empty(*batch, heads, *shape, dtype=torch.float32, device=dout.device)
-            for shape in shapes
-        ),
-        spoilt=torch.empty(1, dtype=torch.int32, device=dout.device),
+        torch.empty(*run.rows, dtype=torch.float32, device=where),
+        torch.empty(*run.rows, dtype=torch.float32, device=where),
+        torch.empty(*run.sums, dtype=torch.float32, device=where),
+        torch.empty(1, dtype=torch.int32, device=where),
     )
-    lse, dlse = (None if x is None else _as_float32(x) for x in (saved.lse, saved.dlse))
-    bounds_q, _, used_q, _ = fa3.lengths(operands)
+    bounds_q, _, used_q, _ = lengths
     run.prepare(
-        for_tma(saved.out),
-        dout,
-        lse,
-        lse if dlse is None else dlse,
-        *work,
-        bounds_q,
-        used_q,
-        run.used & 1,
-        int(dlse is not None),
+        *(out, dout, lse, lse if dlse is None else dlse, *work),
+        *(bounds_q, used_q, run.used & 1, int(dlse is not None)),
     )
     return work
 
 
 def _main(
-    run: Launches, operands: Operands, dout: Tensor, work: Workspace
+    run: Launches,
+    operands: Sequence[Any],
+    dout: Tensor,
+    work: Workspace,
+    lengths: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor]:
     q, k, v = operands[:3]
-    dk, dv = (torch.empty(*x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+    dtype, where = q.dtype, q.device
+    dk = torch.empty(*k.shape, dtype=dtype, device=where)
+    dv = torch.empty(*v.shape, dtype=dtype, device=where)
     turns = None
-    if run.spec.deterministic:
-        *outer, rows = work.delta.shape
-        turns = torch.zeros(
-            *outer, rows // run.spec.tile_q, dtype=torch.int32, device=work.delta.device
-        )
+    if run.turns is not None:
+        turns = torch.zeros(*run.turns, dtype=torch.int32, device=where)
+    lse_log2, delta, dq_sum, spoilt = work
     run.main(
-        *(q, k, v, dout, *work[:3], dk, dv, work.spoilt),
-        *fa3.lengths(operands),
-        device.tile_counter(q.device),
-        turns,
-        *run.scalars,
+        *(q, k, v, dout, lse_log2, delta, dq_sum, dk, dv, spoilt),
+        *(*lengths, device.tile_counter(where), turns, *run.scalars),
     )
     return dk, dv
 
 
 def _finish(
-    run: Launches, operands: Operands, grads: tuple[Tensor, Tensor, Tensor], work: Workspace
+    run: Launches,
+    operands: Sequence[Any],
+    grads: tuple[Tensor, Tensor, Tensor],
+    work: Workspace,
+    lengths: tuple[Any, ...],
 ) -> Tensor:
     """dq; `grads` are dout, dk and dv."""
     (q, k, v), (dout, dk, dv) = operands[:3], grads
+    lse_log2, delta, dq_sum, spoilt = work
     dq = torch.empty(*q.shape, dtype=q.dtype, device=q.device)
-    *scalars, _ = run.scalars  # the CTAs are one a tile
     run.finish(
-        *(work.dq_sum, dq, q, k, v, dout, work.lse_log2, work.delta, dk, dv, work.spoilt),
-        *fa3.lengths(operands),
-        run.scale,
-        *scalars,
+        *(dq_sum, dq, q, k, v, dout, lse_log2, delta, dk, dv, spoilt),
+        *(*lengths, *run.scalars_of_finish),
     )
     return dq
 

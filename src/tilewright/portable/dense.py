@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -37,7 +36,7 @@ def backward(
     grads = _backward(problem, operands, saved, needs, fuse)
     if operands.sink is None or not needs[3]:
         return grads
-    return replace(grads, sink=_backward_of_sink(operands.sink, saved))
+    return grads._replace(sink=_backward_of_sink(operands.sink, saved))
 
 
 def _forward(problem: AttentionProblem, operands: Operands, fuse: bool) -> tuple[Tensor, Tensor]:

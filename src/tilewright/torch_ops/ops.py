@@ -87,7 +87,7 @@ def _plan(
 
 
 @lru_cache(maxsize=4096)
-def _plan_backward(problem: AttentionProblem, forward: Backend) -> Backend:
+def plan_backward(problem: AttentionProblem, forward: Backend) -> Backend:
     """Kept as `_plan` is."""
     return dispatch.choose_backward(problem, forward)[0]
 
@@ -120,7 +120,7 @@ def _attend_backward(
     call = Call(*args)
     problem, backend = call.plan()
     saved = Saved(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
-    grads = _plan_backward(problem, backend).backward(problem, call.operands, saved, needs)
+    grads = plan_backward(problem, backend).backward(problem, call.operands, saved, needs)
     return [
         x.contiguous() if need and x is not None else out.new_empty(0)
         for x, need in zip((grads.q, grads.k, grads.v, grads.sink), needs, strict=True)
