@@ -14,6 +14,7 @@ from tilewright.kernels.sm90.fa3_backward.spec import BackwardSpec
     [
         ({"head_dim": 256, "head_dim_v": 256}, "tile 64x128"),
         ({"head_dim": 128, "head_dim_v": 256, "tile_kv": 64}, "head_dim=128"),
+        ({"head_dim": 192, "tile_kv": 64, "keys_in_registers": True}, "keys_in_registers"),
         ({"head_dim": 256, "head_dim_v": 256, "tile_kv": 64}, "B of shared memory"),
     ],
 )

@@ -53,7 +53,7 @@ _THRESHOLD = {"float16": 14.0, "bfloat16": 24.0}
 # As _TILES, of the backward's main kernel. Measured for 64, 128 and 256. Over 128 tiles are 64x64,
 # and there are as many stages as fit.
 _BACKWARD_TILES: dict[tuple[int, int], dict[str, Any]] = {
-    (64, 64): {"tile_q": 128, "reads_dS": True, "do_stages": 3},
+    (64, 64): {"keys_in_registers": True, "q_stages": 4, "do_stages": 3},
     # Two warpgroups would make 48 columns of dQ each; shared memory swizzles 96 in groups of 32.
     (96, 96): {"tile_kv": 64},
     (128, 128): {"do_stages": 3},

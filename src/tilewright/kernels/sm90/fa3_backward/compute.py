@@ -90,6 +90,9 @@ def attend_queries(wg: Constexpr, tile: Tile, begin: Int32, count: Int32, number
     ch.k.wait_full(loaded)
     ch.q.wait_full(steps)
     ch.v.wait_full(loaded)
+    if const_expr(wg.spec.keys_in_registers):
+        regs.read_keys()
+        ch.v.release(loaded)
     release_tile(wg, tiles, steps + 1 >= last)
     attend_block(wg, tile, (steps, head, block), True, steps < last)
     for n in cutlass.range(steps + 1, last + 1, unroll=1):
@@ -99,9 +102,10 @@ def attend_queries(wg: Constexpr, tile: Tile, begin: Int32, count: Int32, number
             head += 1
         release_tile(wg, tiles, n + 1 == last)
         attend_block(wg, tile, (n, head, block), False, n < last)
-    ch.v.release(loaded)
+    if const_expr(not wg.spec.keys_in_registers):
+        ch.v.release(loaded)
     ch.k.release(loaded)
-    regs.multiply_dK(ch.q.index(last), last & 1)
+    regs.multiply_dK(ch.q.index(last))
     matmul.wait(0)
     ch.q.release(last)
 
@@ -125,7 +129,7 @@ def attend_block(wg: Constexpr, tile: Tile, step: Any, is_first: Constexpr, has_
     ch.do.wait_full(n)
     acc_dP = regs.multiply_dP(ch.do.index(n))
     if const_expr(not is_first):
-        regs.multiply_dK(ch.q.index(n - 1), (n - 1) & 1)
+        regs.multiply_dK(ch.q.index(n - 1))
     matmul.wait(1 if is_first else 2)
     is_there = ch.q.is_full(n + 1)
     S, dP = matmul.as_rows(acc_S), matmul.as_rows(acc_dP)  # (row, col)
@@ -146,7 +150,7 @@ def attend_block(wg: Constexpr, tile: Tile, step: Any, is_first: Constexpr, has_
         # What a hidden pair is multiplied by may be NaN.
         hide(wg, dP, tile, block, 0.0)
     regs.multiply_dV(ch.do.index(n))
-    if const_expr(not is_first and not wg.spec.reads_dS):
+    if const_expr(not is_first):
         matmul.wait(1)
         ch.q.release(n - 1)
     regs.rdS.store(acc_dP.load().to(regs.rdS.element_type))
@@ -164,8 +168,6 @@ def attend_block(wg: Constexpr, tile: Tile, step: Any, is_first: Constexpr, has_
     # assembler would then let none run beside another.
     matmul.wait(0)
     ch.do.release(n)
-    if const_expr(not is_first and wg.spec.reads_dS):
-        ch.q.release(n - 1)
     add_dQ(wg, tile, step, is_turn)
 
 

@@ -21,7 +21,7 @@ def make_mmas(spec: BackwardSpec, dtype: Any) -> tuple[Any, ...]:
     """Those of S and dP, whose rows are keys, of dV and dK, and of dQ, whose rows are queries."""
     K, MN = matmul.K_MAJOR, matmul.MN_MAJOR
     return (
-        matmul.make_mma(dtype, spec.tile_q, K, a_in_registers=False),
+        matmul.make_mma(dtype, spec.tile_q, K, spec.keys_in_registers),
         matmul.make_mma(dtype, spec.head_dim_v, MN, a_in_registers=True),
         matmul.make_mma(dtype, spec.head_dim, MN, a_in_registers=not spec.is_wide),
         matmul.make_mma(dtype, spec.dq_columns, MN, a_in_registers=False, a_layout=MN),
@@ -41,6 +41,7 @@ class Registers(Unchanged):
             cute.local_tile(x[None, None, 0], (matmul.ROWS, dim), (w, 0))
             for x, dim in ((sm.sK, spec.head_dim), (sm.sV, spec.head_dim_v))
         )
+        self.sK, self.sV = sK, sV
         self.tSrK = self.mma_S.make_fragment_A(part_S.partition_A(sK))
         self.tSrQ = self.mma_S.make_fragment_B(part_S.partition_B(sm.sQ))
         self.tPrV = self.mma_S.make_fragment_A(part_S.partition_A(sV))
@@ -68,12 +69,17 @@ class Registers(Unchanged):
         dtype = sm.sQ.element_type
         self.rP, self.rdS = (cute.make_rmem_tensor(self.shape_S, dtype) for _ in range(2))
         self.tVrP, self.tKrdS = matmul.as_operand_A(self.rP), matmul.as_operand_A(self.rdS)
-        self.sdS = cute.local_tile(sm.sdS, (matmul.ROWS, spec.tile_q, 2), (w, 0, 0))
-        if spec.reads_dS:
-            self.tKrdS = self.mma_dK.make_fragment_A(part_dK.partition_A(self.sdS))
         store_dS = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
         self.store_dS = store_dS
         self.part_store = cute.make_tiled_copy_C(store_dS, self.mma_S).get_slice(thread)
+        self.sdS = cute.local_tile(sm.sdS, (matmul.ROWS, spec.tile_q, 2), (w, 0, 0))
+
+    def read_keys(self) -> None:
+        """smem K and V -> registers, where the multiplies take them from there."""
+        for sX, rX in ((self.sK, self.tSrK), (self.sV, self.tPrV)):
+            atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), sX.element_type)
+            part = cute.make_tiled_copy_A(atom, self.mma_S).get_slice(self.thread)
+            cute.copy(atom, part.partition_S(sX), part.retile(rX))
 
     def multiply_S(self, slot: Int32) -> cute.Tensor:
         """The accumulator of S^T = K Q^T."""
@@ -85,7 +91,7 @@ class Registers(Unchanged):
 
     def _multiply_queries(self, A: cute.Tensor, B: cute.Tensor, slot: Int32) -> cute.Tensor:
         acc = cute.make_rmem_tensor(self.shape_S, Float32)
-        acc.fill(0.0)  # see docs/fa3.md: else the registers are held around the loop
+        acc.fill(0.0)  # or its registers were held around the loop: docs/fa3.md
         matmul.gemm(self.mma_S, acc, A, B[None, None, None, slot], accumulate=False)
         return acc
 
@@ -94,16 +100,14 @@ class Registers(Unchanged):
         B = self.tVrdO[None, None, None, slot]
         matmul.gemm(self.mma_dV, self.acc_dV, self.tVrP, B, accumulate=True)
 
-    def multiply_dK(self, slot: Int32, ds_slot: Int32) -> None:
+    def multiply_dK(self, slot: Int32) -> None:
         # dK += dS^T Q
-        A = self.tKrdS[None, None, None, ds_slot] if self.spec.reads_dS else self.tKrdS
         B = self.tKrQ[None, None, None, slot]
-        matmul.gemm(self.mma_dK, self.acc_dK, A, B, accumulate=True)
+        matmul.gemm(self.mma_dK, self.acc_dK, self.tKrdS, B, accumulate=True)
 
     def multiply_dQ(self, slot: Int32) -> None:
         # dQ = dS K
         A = self.tQrdS[None, None, None, slot]
-        self.acc_dQ.fill(0.0)
         self.acc_dQ.fill(0.0)
         matmul.gemm(self.mma_dQ, self.acc_dQ, A, self.tQrK, accumulate=False)
 

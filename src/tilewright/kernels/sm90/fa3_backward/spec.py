@@ -44,8 +44,7 @@ class BackwardSpec:
     tile_kv: int = 128
     q_stages: int = 3
     do_stages: int = 2
-    # dK takes dS from shared memory, as dQ does, not from registers; over head dim 128 always.
-    reads_dS: bool = False
+    keys_in_registers: bool = False  # K and V are multiplied from there
     tiles_ahead: int = 1
 
     @property
@@ -110,6 +109,8 @@ class BackwardSpec:
             return f"tile {self.tile_q}x{self.tile_kv}: head dims over 128 take 64x64"
         if self.is_wide and self.head_dim <= 128:
             return f"head_dim={self.head_dim}: where head_dim_v is over 128, want 192 or 256"
+        if self.is_wide and self.keys_in_registers:
+            return "keys_in_registers: head dims over 128 leave no registers for keys"
         if self.smem_bytes > SMEM_BYTES:
             return f"{self.smem_bytes} B of shared memory, {SMEM_BYTES} B exist"
         return None
