@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -20,3 +21,11 @@ from tilewright.kernels.sm90.fa3_backward.spec import BackwardSpec
 )
 def test_head_dims_over_128_take_what_fits(how: dict[str, Any], reason: str):
     assert reason in (BackwardSpec(**how).why_illegal() or "")
+
+
+def test_a_tile_has_the_words_that_the_scheduler_writes():
+    pytest.importorskip("cutlass", reason="operands are the DSL's")
+    from tilewright.kernels.sm90.fa3.operands import TILE_WORDS
+    from tilewright.kernels.sm90.fa3_backward.operands import Tile
+
+    assert len(fields(Tile)) == TILE_WORDS

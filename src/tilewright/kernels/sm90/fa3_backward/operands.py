@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
@@ -93,7 +93,11 @@ class Sync(IntEnum):
 
 @dataclass(frozen=True)
 class Tile:
-    """One tile of work, in registers: a block of keys, and all queries that see one of them."""
+    """One tile of work, in registers: a block of keys, and all queries that see one of them.
+
+    Its words are those of the forward's tile, whose scheduler hands it out: the two sides change
+    places.
+    """
 
     head: Int32  # of the keys
     batch: Int32
@@ -108,10 +112,6 @@ class Tile:
     def read(cls, sTile: cute.Tensor, slot: Int32) -> Tile:
         words = [sTile[word, slot] for word in range(TILE_WORDS)]
         return cls(*(cute.arch.make_warp_uniform(word) for word in words))
-
-
-# The scheduler of the forward hands out tiles of queries; here the two sides change places.
-assert len(fields(Tile)) == TILE_WORDS
 
 
 def query_limits(spec: Any, op: Operands, tile: Tile, key: Int32) -> tuple[Any, Any]:
