@@ -3,7 +3,8 @@
 A call's key is all that its checks, the choice of its backend and the backend's preparation look
 at: shapes, strides, dtypes, devices and options. Only a plain eager call goes this way, one that
 nothing in PyTorch watches or changes; any other goes through the operator. (torch.jit.trace finds
-nothing here, because under it no shape equals another.)
+nothing here, because under it no shape equals another.) Its backward pass goes this way by the same
+rule, and is prepared when the first gets there, because kernels may have to be compiled for it.
 
 Options and operands are plain tuples here, because making a named one takes as long as finding a
 key.
@@ -46,7 +47,7 @@ _CAST_BY_AUTOCAST = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Plan:
-    """What is decided for the calls of one key."""
+    """What is decided for the calls of one key. `options` are the last fields of `Call`."""
 
     __slots__ = ("backend", "backward", "forward", "needs_graph", "options", "problem")
 
