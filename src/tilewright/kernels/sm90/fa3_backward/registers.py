@@ -91,7 +91,6 @@ class Registers(Unchanged):
 
     def _multiply_queries(self, A: cute.Tensor, B: cute.Tensor, slot: Int32) -> cute.Tensor:
         acc = cute.make_rmem_tensor(self.shape_S, Float32)
-        acc.fill(0.0)  # or its registers were held around the loop: docs/fa3.md
         matmul.gemm(self.mma_S, acc, A, B[None, None, None, slot], accumulate=False)
         return acc
 
@@ -108,7 +107,6 @@ class Registers(Unchanged):
     def multiply_dQ(self, slot: Int32) -> None:
         # dQ = dS K
         A = self.tQrdS[None, None, None, slot]
-        self.acc_dQ.fill(0.0)
         matmul.gemm(self.mma_dQ, self.acc_dQ, A, self.tQrK, accumulate=False)
 
     def write_dS(self, slot: Int32) -> None:

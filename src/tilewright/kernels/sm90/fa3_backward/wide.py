@@ -84,7 +84,10 @@ def attend_tiles(wg: Constexpr):
     tile = Tile.read(sm.sTile, ch.tile.index(tiles))
     while tile.kv_block >= 0:
         begin, count = query_blocks(spec, op, tile)
-        release_tile(wg, tiles, count == 0)
+        if const_expr(spec.deterministic):
+            release_tile(wg, tiles, count == 0)
+        else:
+            ch.tile.release(tiles)
         wg.regs.acc.fill(0.0)
         if count > 0:
             attend_queries(wg, tile, begin, count, (tiles, loaded, steps))
@@ -106,7 +109,8 @@ def attend_queries(wg: Constexpr, tile: Tile, begin: Int32, count: Int32, number
     if const_expr(regs.w == 1):
         ch.v.wait_full(loaded)
     wg.pairs.wait_full(steps)
-    release_tile(wg, tiles, steps + 1 >= last)
+    if const_expr(wg.spec.deterministic):
+        release_tile(wg, tiles, steps + 1 >= last)
     attend_block(wg, tile, (steps, head, block), None, steps < last)
     for n in cutlass.range(steps + 1, last + 1, unroll=1):
         before = n - 1, head, block
@@ -114,7 +118,8 @@ def attend_queries(wg: Constexpr, tile: Tile, begin: Int32, count: Int32, number
         if block == begin + count:
             block = begin
             head += 1
-        release_tile(wg, tiles, n + 1 == last)
+        if const_expr(wg.spec.deterministic):
+            release_tile(wg, tiles, n + 1 == last)
         attend_block(wg, tile, (n, head, block), before, n < last)
     ch.v.release(loaded)
     ch.ds.wait_full(last)
