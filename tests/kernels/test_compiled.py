@@ -82,7 +82,8 @@ def test_the_instructions_that_matter_are_there(kernel: Kernel, entry_of: EntryO
     assert {name.endswith(".BF16") for name in multiplies} == {dtype == "BF16"}
     # Where it cannot follow accumulators over branches, the assembler waits for each multiply.
     waits = sum(found[name] for name in found if name.startswith("WARPGROUP.DEPBAR"))
-    assert 4 * waits < sum(found[name] for name in multiplies)
+    # A group has four of them at the least: head dim 64, or 64 keys or queries, in steps of 16.
+    assert 4 * waits <= sum(found[name] for name in multiplies)
 
 
 def test_names_tell_kernels_apart():
