@@ -119,8 +119,8 @@ def attend_queries(wg: Constexpr, tile: Tile, begin: Int32, count: Int32, number
 def release_tile(wg: Constexpr, tiles: Int32, is_time: Boolean):
     """Let the tile after number `tiles` be taken now: two steps before this one ends.
 
-    In turns others wait for what is taken. Without them it is taken as this one begins: its loads
-    would come too late, by a tenth of the time at head dim 64 (docs/fa3.md).
+    In turns others wait for what is taken. Without them it is taken as this one begins, so that its
+    loads are in time.
     """
     if is_time:
         wg.ch.tile.release(tiles)
