@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tilewright.kernels.sm90.fa3_backward.spec import BackwardSpec
+from tilewright.kernels import catalog
+from tilewright.kernels.sm90.fa3_backward.spec import ORDER, BackwardSpec
 
 
 @pytest.mark.parametrize(
@@ -21,6 +22,26 @@ from tilewright.kernels.sm90.fa3_backward.spec import BackwardSpec
 )
 def test_head_dims_over_128_take_what_fits(how: dict[str, Any], reason: str):
     assert reason in (BackwardSpec(**how).why_illegal() or "")
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ({"order": ORDER[1:]}, "once"),
+        ({"order": (*ORDER, "add")}, "once"),
+        ({"order": ("P", *(x for x in ORDER if x != "P"))}, "want S before P"),
+        ({"order": ("lse", "S", "P", "dP", "dS", "write", "dV", "dK", "dQ", "add")}, "dK before"),
+        ({"has_softcap": True}, "want dS before dV"),
+    ],
+)
+def test_a_step_uses_nothing_before_it_is_made(how: dict[str, Any], reason: str):
+    assert reason in (BackwardSpec(**how).why_illegal() or "")
+    assert BackwardSpec().why_illegal() is None
+
+
+def test_every_kernel_of_the_catalog_is_legal():
+    of_family = [x.spec for x in catalog.kernels("sm_90a") if x.family == catalog.FA3_BACKWARD]
+    assert of_family and {spec.why_illegal() for spec in of_family} == {None}
 
 
 def test_a_tile_has_the_words_that_the_scheduler_writes():

@@ -53,7 +53,10 @@ _THRESHOLD = {"float16": 14.0, "bfloat16": 24.0}
 # As _TILES, of the backward's main kernel. Measured for 64, 128 and 256. Over 128 tiles are 64x64,
 # and there are as many stages as fit.
 _BACKWARD_TILES: dict[tuple[int, int], dict[str, Any]] = {
-    (64, 64): {"keys_in_registers": True, "q_stages": 4, "do_stages": 3},
+    (64, 64): {
+        **{"keys_in_registers": True, "keeps_thread": True, "q_stages": 4, "do_stages": 4},
+        "order": ("lse", "S", "P", "dP", "dK", "dV", "dS", "write", "dQ", "add"),
+    },
     # Two warpgroups would make 48 columns of dQ each; shared memory swizzles 96 in groups of 32.
     (96, 96): {"tile_kv": 64},
     (128, 128): {"do_stages": 3},
@@ -61,6 +64,8 @@ _BACKWARD_TILES: dict[tuple[int, int], dict[str, Any]] = {
     (192, 192): {"tile_kv": 64, "q_stages": 3, "do_stages": 3},
     (256, 256): {"tile_kv": 64, "q_stages": 2, "do_stages": 2},
 }
+# With a softcap P comes with dS: see `scores.cap`.
+_CAPPED_ORDER = ("lse", "S", "add", "dK", "P", "dP", "dS", "dV", "write", "dQ")
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,10 @@ def tiled(spec: ForwardSpec, seqlen_q: int) -> ForwardSpec:
 
 def tiled_backward(spec: BackwardSpec) -> BackwardSpec:
     """The same for a main kernel of the backward."""
-    return replace(spec, **_BACKWARD_TILES[spec.head_dim, spec.head_dim_v])
+    how = dict(_BACKWARD_TILES[spec.head_dim, spec.head_dim_v])
+    if spec.has_softcap:
+        how["order"] = _CAPPED_ORDER
+    return replace(spec, **how)
 
 
 def kernels(arch: str) -> list[Kernel]:

@@ -133,7 +133,7 @@ class Backward:
             added=ring(smem, 2),
             tail=ring(smem, 1),
             p=ring(smem, 1) if spec.is_wide else None,
-            ds=ring(smem, 2) if spec.is_wide else None,
+            ds=ring(smem, spec.ds_slots),
         )
         sTile = smem.allocate_tensor(Int32, cute.make_layout((TILE_WORDS, spec.tiles_ahead)), 16)
         sLSE, sDelta = (
@@ -155,9 +155,9 @@ class Backward:
             for loaded in (ch.k, ch.v, ch.q, ch.do):
                 loaded.initialise(producers=1, consumers=consumers)
             ch.tail.initialise(producers=1, consumers=1)
+            ch.ds.initialise(4 if spec.is_wide else consumers, consumers)
             if const_expr(spec.is_wide):
                 ch.p.initialise(producers=4, consumers=4)
-                ch.ds.initialise(producers=4, consumers=consumers)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         few, many = spec.registers
@@ -188,7 +188,7 @@ def smem_layouts(spec: BackwardSpec) -> tuple[Any, ...]:
             (spec.tile_kv, spec.head_dim, 1),
             (spec.tile_kv, spec.head_dim_v, 1),
             (spec.tile_q, spec.head_dim_v, spec.do_stages),
-            (spec.tile_kv, spec.tile_q, 2),
+            (spec.tile_kv, spec.tile_q, spec.ds_slots),
         )
     )
 

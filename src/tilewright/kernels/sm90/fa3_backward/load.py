@@ -60,22 +60,20 @@ def load_tile(role: Constexpr, tile: Tile, blocks: Any, n: Int32, steps: Int32, 
         for i in cutlass.range(count, unroll=1):
             block = begin + i
             rows = tile.seqlen_q - block * spec.tile_q
-            # What is multiplied first comes first: K and Q, then V and dO.
+            lse, delta = (mLSE, sm.sLSE), (mDelta, sm.sDelta)
+            tails = load_block(role, (op.q, ch.q, q, sm.sQ, lse), steps, block, rows, tails)
+            tails = load_block(role, (op.dout, ch.do, do, sm.sdO, delta), steps, block, rows, tails)
+            # Last, since room for them comes last: with the end of the tile before.
             if (g == 0) & (i == 0):
+                v = key_view(spec, op.v, sm.sV, tile, spec.head_dim_v)
+                # Rows past the end make dP of keys that are hidden, so V needs no zeros.
+                none_past = Int32(spec.tile_kv)
+                v = (op.v, ch.v, v, sm.sV, None)
+                tails = load_block(role, v, n, tile.kv_block, none_past, tails)
                 k = key_view(spec, op.k, sm.sK, tile, spec.head_dim)
                 tails = load_block(
                     role, (op.k, ch.k, k, sm.sK, None), n, tile.kv_block, keys, tails
                 )
-            lse = (mLSE, sm.sLSE)
-            tails = load_block(role, (op.q, ch.q, q, sm.sQ, lse), steps, block, rows, tails)
-            if (g == 0) & (i == 0):
-                # Rows past the end make dP of keys that are hidden, so V needs no zeros.
-                v = key_view(spec, op.v, sm.sV, tile, spec.head_dim_v)
-                none_past = Int32(spec.tile_kv)
-                v = (op.v, ch.v, v, sm.sV, None)
-                tails = load_block(role, v, n, tile.kv_block, none_past, tails)
-            delta = (mDelta, sm.sDelta)
-            tails = load_block(role, (op.dout, ch.do, do, sm.sdO, delta), steps, block, rows, tails)
             steps += 1
     return steps, tails
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
 import cutlass
@@ -52,7 +51,7 @@ class Shared:
     sdO: cute.Tensor  # (q, d, stage)
     sK: cute.Tensor  # (kv, d, 1)
     sV: cute.Tensor  # (kv, d, 1)
-    sdS: cute.Tensor  # (kv, q, slot), two slots
+    sdS: cute.Tensor  # (kv, q, slot)
     sLSE: cute.Tensor  # (q, stage)
     sDelta: cute.Tensor  # (q, stage)
     sTile: cute.Tensor  # (word, slot)
@@ -71,8 +70,8 @@ class Channels:
     turn: Ring  # take_turns -> compute: it may add, of a deterministic call
     added: Ring  # compute -> count_additions: it has added
     tail: Ring  # load -> load: a tile that needs its last rows zeroed
+    ds: Ring  # all warpgroups, or the one that makes dS of a wide kernel -> all
     p: Any = None  # the warpgroup that makes P -> the one that makes dS, of a wide kernel
-    ds: Any = None  # the warpgroup that makes dS -> both, of a wide kernel
 
 
 @dataclass(frozen=True)
@@ -83,12 +82,6 @@ class Role(Unchanged):
     op: Operands
     sm: Shared
     ch: Channels
-
-
-class Sync(IntEnum):
-    """Named barriers. 0 is the whole CTA's."""
-
-    DS_WRITTEN = 1  # all computing warpgroups have written their keys' part of dS
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warp
 
 from tilewright.kernels.blocks.carried import Unchanged
@@ -15,6 +15,8 @@ from tilewright.kernels.sm90.fa3_backward.operands import Shared
 from tilewright.kernels.sm90.fa3_backward.spec import BackwardSpec
 
 FRAGMENT = 4  # floats of an octet of columns that a thread holds, and adds to dQ at once
+FRAGMENT_BYTES = 4 * FRAGMENT
+OCTET_BYTES = 128 * FRAGMENT_BYTES  # of 64 rows
 
 
 def make_mmas(spec: BackwardSpec, dtype: Any) -> tuple[Any, ...]:
@@ -53,7 +55,7 @@ class Registers(Unchanged):
         if spec.tile_q == matmul.ROWS:
             sKt = cute.local_tile(sKt, (spec.dq_columns, spec.tile_kv), (w, 0))
         else:
-            sdS = cute.local_tile(sdS, (matmul.ROWS, spec.tile_kv, 2), (w, 0, 0))
+            sdS = cute.local_tile(sdS, (matmul.ROWS, spec.tile_kv, spec.ds_slots), (w, 0, 0))
         self.tQrdS = self.mma_dQ.make_fragment_A(part_dQ.partition_A(sdS))
         self.tQrK = self.mma_dQ.make_fragment_B(part_dQ.partition_B(sKt))
         self.shape_S = self.mma_S.partition_shape_C((matmul.ROWS, spec.tile_q))
@@ -72,7 +74,7 @@ class Registers(Unchanged):
         store_dS = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
         self.store_dS = store_dS
         self.part_store = cute.make_tiled_copy_C(store_dS, self.mma_S).get_slice(thread)
-        self.sdS = cute.local_tile(sm.sdS, (matmul.ROWS, spec.tile_q, 2), (w, 0, 0))
+        self.sdS = cute.local_tile(sm.sdS, (matmul.ROWS, spec.tile_q, spec.ds_slots), (w, 0, 0))
 
     def read_keys(self) -> None:
         """smem K and V -> registers, where the multiplies take them from there."""
@@ -90,7 +92,7 @@ class Registers(Unchanged):
         return self._multiply_queries(self.tPrV, self.tPrdO, slot)
 
     def _multiply_queries(self, A: cute.Tensor, B: cute.Tensor, slot: Int32) -> cute.Tensor:
-        acc = cute.make_rmem_tensor(self.shape_S, Float32)
+        acc = zeros(self.shape_S)
         matmul.gemm(self.mma_S, acc, A, B[None, None, None, slot], accumulate=False)
         return acc
 
@@ -107,6 +109,7 @@ class Registers(Unchanged):
     def multiply_dQ(self, slot: Int32) -> None:
         # dQ = dS K
         A = self.tQrdS[None, None, None, slot]
+        self.acc_dQ.fill(0.0)  # as `zeros` says
         matmul.gemm(self.mma_dQ, self.acc_dQ, A, self.tQrK, accumulate=False)
 
     def write_dS(self, slot: Int32) -> None:
@@ -124,23 +127,28 @@ class Registers(Unchanged):
             cute.autovec_copy(pairs[None, matmul.ROW_LANES * i + lane], held[None, i])
         return cute.make_tensor(held.iterator, cute.make_layout(2 * octets))
 
-    def add_dQ(self, mdQ: cute.Tensor) -> None:
-        """registers -> gmem, added to what is there. mdQ is (4, thread, octet) of 64 rows."""
-        add_fragments(self.acc_dQ, mdQ, self.thread)
+    def add_dQ(self, sums: Int64) -> None:
+        """registers -> gmem, added to what is there, from the address `sums` on."""
+        add_fragments(self.acc_dQ, sums, 0)
 
 
-def add_fragments(acc: cute.Tensor, mdQ: cute.Tensor, thread: Int32, first: int = 0) -> None:
-    """An accumulator's octets, added to those of mdQ (4, thread, octet) from `first` on.
+def zeros(shape: Any) -> cute.Tensor:
+    """An accumulator that is not accumulated to. To the assembler, a multiply reads it even so:
+    were it not set, its registers would be held from each step to the next. No zero is moved."""
+    acc = cute.make_rmem_tensor(shape, Float32)
+    acc.fill(0.0)
+    return acc
+
+
+def add_fragments(acc: cute.Tensor, sums: Int64, first: int) -> None:
+    """An accumulator's octets, added to those from `first` on after the address `sums`.
 
     By the warps themselves: through the copy engine the same bytes would pass shared memory
     twice more, which is what this kernel has least of.
     """
     for i in range(cute.size(acc) // FRAGMENT):
-        target = mdQ.iterator + cute.crd2idx((0, thread, first + i), mdQ.layout)
         cute.arch.inline_ptx(
-            "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-            read_only_args=[
-                target.toint(),
-                *(acc[FRAGMENT * i + e] for e in range(FRAGMENT)),
-            ],
+            f"red.relaxed.gpu.global.add.v4.f32 [{{$r0}} + {OCTET_BYTES * (first + i)}], "
+            "{{$r1}, {$r2}, {$r3}, {$r4}};",
+            read_only_args=[sums, *(acc[FRAGMENT * i + e] for e in range(FRAGMENT))],
         )

@@ -19,6 +19,8 @@ from tilewright.kernels.sm90.fa3.spec import (
     SMEM_BYTES,
 )
 
+# What a step of the main kernel does, by names that `step.py` explains, as suits most head dims.
+ORDER = ("lse", "S", "add", "dK", "P", "dP", "dV", "dS", "write", "dQ")
 ROWS_MULTIPLE = 128
 BARRIER_BYTES = 384  # mbarriers and the tile ring; the numbers of queries follow
 TILE_ALIGNMENT = 1024
@@ -45,6 +47,8 @@ class BackwardSpec:
     q_stages: int = 3
     do_stages: int = 2
     keys_in_registers: bool = False  # K and V are multiplied from there
+    keeps_thread: bool = False  # its index, in a register: to read it takes long in a full queue
+    order: tuple[str, ...] = ORDER  # of a step, over head dim 128 always the same
     tiles_ahead: int = 1
 
     @property
@@ -77,6 +81,17 @@ class BackwardSpec:
         return self.head_dim * self.tile_q // (MMA_ROWS * self.warpgroups)
 
     @property
+    def ds_slots(self) -> int:
+        """Of a narrow kernel so many that none is waited for: who writes dS of step n has seen that
+        all wrote that of step n - 2, so they are done with step n - 3, which read that of n - 4."""
+        return 2 if self.is_wide else 4
+
+    @property
+    def adds_late(self) -> bool:
+        """Whether a block's dQ is added in the step after the one that makes it."""
+        return self.order.index("add") < self.order.index("dQ")
+
+    @property
     def threads(self) -> int:
         return 128 * (self.warpgroups + 1)
 
@@ -89,7 +104,7 @@ class BackwardSpec:
     def smem_bytes(self) -> int:
         kv = self.tile_kv * (self.head_dim + self.head_dim_v)
         q = self.tile_q * (self.q_stages * self.head_dim + self.do_stages * self.head_dim_v)
-        ds = 2 * self.tile_q * self.tile_kv
+        ds = self.ds_slots * self.tile_q * self.tile_kv
         p = 4 * self.tile_q * self.tile_kv if self.is_wide else 0
         first = BARRIER_BYTES + 4 * self.tile_q * (self.q_stages + self.do_stages)
         return 2 * (kv + q + ds) + p + -(-first // TILE_ALIGNMENT) * TILE_ALIGNMENT
@@ -111,8 +126,24 @@ class BackwardSpec:
             return f"head_dim={self.head_dim}: where head_dim_v is over 128, want 192 or 256"
         if self.is_wide and self.keys_in_registers:
             return "keys_in_registers: head dims over 128 leave no registers for keys"
+        if reason := self._why_no_order():
+            return f"order={' '.join(self.order)}: {reason}"
         if self.smem_bytes > SMEM_BYTES:
             return f"{self.smem_bytes} B of shared memory, {SMEM_BYTES} B exist"
+        return None
+
+    def _why_no_order(self) -> str | None:
+        """What a step of this order would use before it is made, or overwrite while it is used."""
+        if sorted(self.order) != sorted(ORDER):
+            return f"want each of {' '.join(ORDER)} once"
+        uses = [("S", "P"), ("P", "dS"), ("dP", "dS"), ("dS", "write"), ("dK", "write")]
+        # With a softcap, P is made together with dS.
+        uses += [("dS", "dV")] if self.has_softcap else [("P", "dV"), ("lse", "P")]
+        if not self.adds_late:
+            uses += [("dQ", "add")]
+        for first, then in uses:
+            if self.order.index(first) > self.order.index(then):
+                return f"want {first} before {then}"
         return None
 
     def __str__(self) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Constexpr, Float32, Int32, const_expr
@@ -17,28 +15,35 @@ from tilewright.kernels.sm90.rows import store_row
 
 
 @cute.jit
-def store(spec: Constexpr, op: Operands, regs: Constexpr, tile: Tile):
-    """registers dK, dV -> gmem. One warpgroup, its 64 keys."""
-    store_keys(
-        regs, regs.acc_dV, rows_of(spec, op.mdV, tile.head, tile.batch, tile.k_start, 0), tile
-    )
-    acc = regs.acc_dK
-    acc.store(acc.load() * op.scale)
-    # Without bounds, rows that are hidden are past a sequence's end, where a dense one's are zeros.
-    if const_expr(spec.bounded_left or spec.bounded_right or spec.packed):
-        report_spoilt(op, (regs.acc_dV, acc))
-    store_keys(regs, acc, rows_of(spec, op.mdK, tile.head, tile.batch, tile.k_start, 0), tile)
+def store_dV(spec: Constexpr, op: Operands, regs: Constexpr, tile: Tile):
+    """registers -> gmem. One warpgroup, its 64 keys."""
+    report_spoilt(spec, op, regs.acc_dV)
+    mdV = rows_of(spec, op.mdV, tile.head, tile.batch, tile.k_start, 0)
+    store_keys(regs, regs.acc_dV, mdV, tile)
 
 
 @cute.jit
-def report_spoilt(op: Operands, accs: Any):
-    """Let finish look after rows that are not finite, which hidden ones may have spoilt."""
-    found = Float32(0.0)
-    for acc in accs:
+def store_dK(spec: Constexpr, op: Operands, regs: Constexpr, tile: Tile):
+    """registers -> gmem, with the scale that it has not had yet."""
+    acc = regs.acc_dK
+    acc.store(acc.load() * op.scale)
+    report_spoilt(spec, op, acc)
+    mdK = rows_of(spec, op.mdK, tile.head, tile.batch, tile.k_start, 0)
+    store_keys(regs, acc, mdK, tile)
+
+
+@cute.jit
+def report_spoilt(spec: Constexpr, op: Operands, acc: cute.Tensor):
+    """Let finish look after rows that are not finite, which hidden ones may have spoilt.
+
+    Without bounds, rows that are hidden are past a sequence's end, where a dense one's are zeros.
+    """
+    if const_expr(spec.bounded_left or spec.bounded_right or spec.packed):
+        found = Float32(0.0)
         for i in cutlass.range_constexpr(cute.size(acc)):
             found = fma(acc[i], 0.0, found)
-    if is_not_finite(found):
-        op.mSpoilt[0] = Int32(1)
+        if is_not_finite(found):
+            op.mSpoilt[0] = Int32(1)
 
 
 @cute.jit

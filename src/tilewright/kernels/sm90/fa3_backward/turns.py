@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Constexpr, Int32
+from cutlass import Constexpr, Int32
 
 from tilewright.kernels.sm90.fa3_backward.operands import (
     Channels,
@@ -83,13 +83,6 @@ def additions(role: Role, tile: Tile, head: Int32, block: Int32) -> cute.Pointer
         row = padded_start(tile.q_start, tile.batch) // spec.tile_q + block
         return op.mTurns.iterator + cute.crd2idx((row, head), op.mTurns.layout)
     return op.mTurns.iterator + cute.crd2idx((block, head, tile.batch), op.mTurns.layout)
-
-
-@cute.jit
-def wait_for_turn(role: Constexpr, n: Int32, is_there: Boolean):
-    """Until this warp may make its additions of step `n`, which it may have seen before."""
-    if not is_there:
-        role.ch.turn.wait_full(n)
 
 
 def end_turn(role: Role, n: Int32) -> None:

@@ -25,17 +25,7 @@ from cutlass import Boolean, Constexpr, Int32, const_expr
 
 from tilewright.kernels.blocks.ring import Ring
 from tilewright.kernels.sm90 import matmul
-from tilewright.kernels.sm90.fa3.load import rows_of
-from tilewright.kernels.sm90.fa3_backward.compute import (
-    Warpgroup,
-    add_dQ,
-    cap,
-    hide,
-    is_cut,
-    make_capped_P,
-    make_P,
-    release_tile,
-)
+from tilewright.kernels.sm90.fa3_backward.compute import release_tile
 from tilewright.kernels.sm90.fa3_backward.operands import (
     Channels,
     Operands,
@@ -43,7 +33,16 @@ from tilewright.kernels.sm90.fa3_backward.operands import (
     Tile,
     query_blocks,
 )
-from tilewright.kernels.sm90.fa3_backward.store import report_spoilt, store_keys
+from tilewright.kernels.sm90.fa3_backward.scores import (
+    Warpgroup,
+    cap,
+    hide,
+    is_cut,
+    make_capped_P,
+    make_P,
+)
+from tilewright.kernels.sm90.fa3_backward.step import add_dQ
+from tilewright.kernels.sm90.fa3_backward.store import store_dK, store_dV
 from tilewright.kernels.sm90.fa3_backward.wide_registers import WideRegisters
 
 
@@ -93,7 +92,10 @@ def attend_tiles(wg: Constexpr):
             attend_queries(wg, tile, begin, count, (tiles, loaded, steps))
             loaded += 1
             steps += count * (op.heads_q // op.heads_k)
-        store(wg, tile)
+        if const_expr(wg.regs.w == 0):
+            store_dV(spec, op, wg.regs, tile)
+        else:
+            store_dK(spec, op, wg.regs, tile)
         tiles += 1
         ch.tile.wait_full(tiles)
         tile = Tile.read(sm.sTile, ch.tile.index(tiles))
@@ -128,7 +130,7 @@ def attend_queries(wg: Constexpr, tile: Tile, begin: Int32, count: Int32, number
     ch.k.release(loaded)
     ch.ds.release(last)
     wg.summed.release(last)
-    add_dQ(wg, tile, (last, head, block), Boolean(False))
+    add_dQ(wg, tile, (last, head, block))
 
 
 @cute.jit
@@ -161,12 +163,9 @@ def attend_block(wg: Constexpr, tile: Tile, step: Any, before: Constexpr, has_ne
     if has_next & (not is_next_there):
         wg.pairs.wait_full(n + 1)
     if const_expr(before is not None):
-        is_turn = Boolean(True)
-        if const_expr(wg.spec.deterministic):
-            is_turn = ch.turn.is_full(n - 1)
         matmul.wait(1)
         ch.ds.release(n - 1)
-        add_dQ(wg, tile, before, is_turn)
+        add_dQ(wg, tile, before)
 
 
 def multiply_dQ(wg: WideWarpgroup, n: Int32, parts: list[Any]) -> None:
@@ -181,9 +180,9 @@ def hand_on_P(wg: Constexpr, acc: cute.Tensor, tile: Tile, n: Int32, block: Int3
     is_free = p.is_empty(n)
     if const_expr(wg.spec.has_softcap):
         cap(wg, matmul.as_rows(acc), tile, block)
-        make_capped_P(wg, acc, n)
+        make_capped_P(wg, acc, regs.numbers(wg.sm.sLSE, wg.ch.q.index(n)))
     else:
-        make_P(wg, acc, tile, n, block)
+        make_P(wg, acc, regs.numbers(wg.sm.sLSE, wg.ch.q.index(n)), tile, block)
     if not is_free:
         p.wait_empty(n)
     regs.write_P(acc)
@@ -208,16 +207,3 @@ def hand_on_dS(wg: Constexpr, acc: cute.Tensor, tile: Tile, n: Int32, block: Int
     # Orders dS's writes before the multiplies that read them.
     cute.arch.fence_proxy("async.shared", space="cta")
     ds.publish(n)
-
-
-@cute.jit
-def store(wg: Constexpr, tile: Tile):
-    """registers dV, or dK -> gmem."""
-    spec, op, regs = wg.spec, wg.op, wg.regs
-    mX = op.mdV
-    if const_expr(regs.w == 1):
-        mX = op.mdK
-        regs.acc.store(regs.acc.load() * op.scale)
-    if const_expr(spec.bounded_left or spec.bounded_right or spec.packed):
-        report_spoilt(op, (regs.acc,))
-    store_keys(regs, regs.acc, rows_of(spec, mX, tile.head, tile.batch, tile.k_start, 0), tile)

@@ -5,14 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warp
 
 from tilewright.kernels.blocks.carried import Unchanged
 from tilewright.kernels.sm90 import matmul
 from tilewright.kernels.sm90.fa3_backward.load import transposed
 from tilewright.kernels.sm90.fa3_backward.operands import Shared
-from tilewright.kernels.sm90.fa3_backward.registers import FRAGMENT, Registers, add_fragments
+from tilewright.kernels.sm90.fa3_backward.registers import (
+    FRAGMENT,
+    Registers,
+    add_fragments,
+    zeros,
+)
 from tilewright.kernels.sm90.fa3_backward.spec import BackwardSpec
 
 
@@ -57,6 +62,7 @@ class WideRegisters(Registers):
         self.acc = cute.make_rmem_tensor(
             self.mma_sum.partition_shape_C((matmul.ROWS, dim)), Float32
         )
+        self.acc_dV = self.acc_dK = self.acc  # whichever it is
         self.parts_dQ = [PartOfdQ(sm, thread, *part) for part in dq_parts(spec, w)]
         dtype = sm.sQ.element_type
         self.rP, self.rdS = (cute.make_rmem_tensor(self.shape_S, dtype) for _ in range(2))
@@ -72,7 +78,7 @@ class WideRegisters(Registers):
 
     def multiply_pairs(self, slot: Int32) -> cute.Tensor:
         """The accumulator of S^T = K Q^T, or of dP^T = V dO^T."""
-        acc, B = _zeros(self.shape_S), self.tSrB[None, None, None, slot]
+        acc, B = zeros(self.shape_S), self.tSrB[None, None, None, slot]
         matmul.gemm(self.mma_S, acc, self.tSrA, B, accumulate=False)
         return acc
 
@@ -91,9 +97,9 @@ class WideRegisters(Registers):
         """Of dQ's, those that run under the making of P or dS. A softcap needs the registers."""
         return 0 if self.spec.has_softcap else 1
 
-    def add_dQ(self, mdQ: cute.Tensor) -> None:
+    def add_dQ(self, sums: Int64) -> None:
         for part in self.parts_dQ:
-            add_fragments(part.acc, mdQ, self.thread, part.first // 8)
+            add_fragments(part.acc, sums, part.first // 8)
 
     def write_P(self, acc: cute.Tensor) -> None:
         """P, an accumulator -> smem."""
@@ -132,16 +138,8 @@ class PartOfdQ(Unchanged):
 
     def multiply(self, slot: Int32) -> None:
         # dQ = dS K
-        self.acc, A = _zeros(self.shape), self.tQrdS[None, None, None, slot]
+        self.acc, A = zeros(self.shape), self.tQrdS[None, None, None, slot]
         matmul.gemm(self.mma, self.acc, A, self.tQrK, accumulate=False)
-
-
-def _zeros(shape: Any) -> cute.Tensor:
-    """An accumulator that is not accumulated to. To the assembler, a multiply reads it even so:
-    were it not set, its registers would be held from each step to the next. No zero is moved."""
-    acc = cute.make_rmem_tensor(shape, Float32)
-    acc.fill(0.0)
-    return acc
 
 
 def _octets(acc: cute.Tensor) -> cute.Tensor:
