@@ -80,7 +80,12 @@ class Step:
         self.holds_Q = before is not None  # of the step before
 
     def run(self) -> None:
-        for name in self.wg.spec.order:
+        order = list(self.wg.spec.order)
+        if self.before is None:
+            # With no dK and dQ to make, dP is what there is to multiply under the exponentials.
+            order.remove("dP")
+            order.insert(order.index("S") + 1, "dP")
+        for name in order:
             getattr(self, f"_{name}")()
         # No multiply may be under way where the loop closes, if its result is read behind: the
         # assembler would then let none run beside another.
