@@ -2,81 +2,192 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from tests.launch.contract import PROCESSORS
+from tests.launch.standin import StandIn
+from tilewright import jit
 from tilewright.bench import sweep
+from tilewright.bench.cases import Case
+from tilewright.bench.gpu import check, run
 from tilewright.bench.gpu.cases import Choice, cases
-from tilewright.bench.gpu.contenders import draw
+from tilewright.bench.gpu.contenders import Operands, draw
 from tilewright.bench.gpu.records import Record
 from tilewright.jit.cache import Folder, Product
 from tilewright.jit.key import key_of
 from tilewright.kernels import catalog
-from tilewright.launch import fa3
+from tilewright.launch import device, fa3
 
 (CAUSAL,) = cases(Choice(names=("grid d128 causal 8k",)))
 (VARLEN,) = cases(Choice(names=("varlen mixed d128",)))
 
 
-def fill(folder: Path, specs: list[Any]) -> None:
+# Of each pass, a field to vary and two values of it that are legal.
+VARIED = {"forward": ("tile_kv", 64, 96), "backward": ("do_stages", 2, 3)}
+each_direction = pytest.mark.parametrize("direction", list(VARIED))
+
+
+def fill(folder: Path, specs: list[Any], direction: str) -> None:
     for spec in specs:
-        key = key_of(catalog.Kernel(catalog.FA3_FORWARD, spec, fa3.ARCH))
+        key = key_of(catalog.Kernel(sweep.FAMILIES[direction], spec, fa3.ARCH))
         product = Product({".so": repr(asdict(spec)).encode()}, {})
         Folder(folder).make(key, lambda product=product: product)
 
 
 def test_choices_multiply_and_what_is_illegal_is_left_out() -> None:
-    spec = sweep.spec_of(CAUSAL)
+    spec = sweep.spec_of(CAUSAL, "forward")
     found = sweep.varied(spec, ["tile_kv=64,96", "ping_pong=true,false", "tile_q=64,1000"])
     assert {(s.tile_kv, s.ping_pong, s.tile_q) for s in found} == {
         (tile_kv, ping_pong, 64) for tile_kv in (64, 96) for ping_pong in (True, False)
     }
+
+
+@each_direction
+def test_without_choices_there_is_the_dispatchers_kernel(direction: str) -> None:
+    spec = sweep.spec_of(CAUSAL, direction)
     assert sweep.varied(spec, []) == [spec]
+    assert catalog.Kernel(sweep.FAMILIES[direction], spec, fa3.ARCH) in catalog.kernels(fa3.ARCH)
 
 
+def test_an_order_is_words_and_an_illegal_one_is_left_out() -> None:
+    orders = [
+        "lse S add dK P dP dV dS write dQ",
+        "lse S dK add P dP dV dS write dQ",
+        "lse S add dK P dP dV write dS dQ",
+    ]
+    choices = [f"order={','.join(orders)}", "deterministic=true,false"]
+    found = sweep.varied(sweep.spec_of(CAUSAL, "backward"), choices)
+    assert {(s.order, s.deterministic) for s in found} == {
+        (tuple(order.split()), flag) for order in orders[:2] for flag in (True, False)
+    }
+
+
+@each_direction
 @pytest.mark.parametrize("choice", ["head_dim=64", "speed=9", "tile_kv"])
-def test_a_choice_that_no_spec_has_is_refused(choice: str) -> None:
+def test_a_choice_that_no_spec_has_is_refused(choice: str, direction: str) -> None:
     with pytest.raises(ValueError, match="FIELD=VALUE"):
-        sweep.varied(sweep.spec_of(CAUSAL), [choice])
+        sweep.varied(sweep.spec_of(CAUSAL, direction), [choice])
 
 
-def test_variants_of_the_case_are_found_and_told_apart(tmp_path: Path) -> None:
-    spec = sweep.spec_of(CAUSAL)
-    other = replace(spec, packed=True)
-    fill(tmp_path, [replace(spec, tile_kv=64), replace(spec, tile_kv=96), other])
-    assert set(sweep.fitting([tmp_path], CAUSAL)) == {"tile_kv=64", "tile_kv=96"}
-    (entry,) = sweep.fitting([tmp_path], VARLEN).values()
+@each_direction
+def test_variants_of_the_case_are_found_and_told_apart(tmp_path: Path, direction: str) -> None:
+    spec = sweep.spec_of(CAUSAL, direction)
+    name, *values = VARIED[direction]
+    specs = [replace(spec, **{name: value}) for value in values]
+    fill(tmp_path, [*specs, replace(spec, packed=True)], direction)
+    found = sweep.fitting([tmp_path], CAUSAL, direction)
+    assert set(found) == {f"{name}={value}" for value in values}
+    (entry,) = sweep.fitting([tmp_path], VARLEN, direction).values()
     assert entry.identity["spec"]["packed"]
 
 
-def test_a_damaged_variant_is_named(tmp_path: Path) -> None:
-    fill(tmp_path, [sweep.spec_of(CAUSAL)])
+def test_variants_of_the_other_pass_do_not_fit(tmp_path: Path) -> None:
+    for direction in VARIED:
+        fill(tmp_path, [sweep.spec_of(CAUSAL, direction)], direction)
+    for direction in VARIED:
+        (entry,) = sweep.fitting([tmp_path], CAUSAL, direction).values()
+        assert entry.identity["family"] == sweep.FAMILIES[direction]
+
+
+def test_orders_are_told_apart_by_their_words(tmp_path: Path) -> None:
+    choice = "order=lse S add dK P dP dV dS write dQ,lse S dK add P dP dV dS write dQ"
+    fill(tmp_path, sweep.varied(sweep.spec_of(CAUSAL, "backward"), [choice]), "backward")
+    found = sweep.fitting([tmp_path], CAUSAL, "backward")
+    assert set(found) == {f"order={order}" for order in choice.removeprefix("order=").split(",")}
+
+
+@each_direction
+def test_a_damaged_variant_is_named(tmp_path: Path, direction: str) -> None:
+    fill(tmp_path, [sweep.spec_of(CAUSAL, direction)], direction)
     next(tmp_path.glob("*.so")).write_bytes(b"")
     with pytest.raises(ValueError, match="damaged"):
-        sweep.fitting([tmp_path], CAUSAL)
+        sweep.fitting([tmp_path], CAUSAL, direction)
 
 
-@pytest.mark.parametrize("case", [CAUSAL, VARLEN], ids=lambda case: case.group)
-def test_a_variant_is_called_as_the_kernel_wants(
-    case: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sweep.device, "processors", lambda where: 132)
-    monkeypatch.setattr(sweep.device, "no_sink", lambda where, heads: f"sink {heads}")
-    monkeypatch.setattr(sweep.device, "tile_counter", lambda where: "counter")
-    called: list[tuple[Any, ...]] = []
+@pytest.fixture
+def standin(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    """The dispatcher's kernels, which judge what they are passed; the CPU passes for a GPU."""
+    made = StandIn()
+    counter = torch.zeros(2, dtype=torch.int32)
+    monkeypatch.setattr(jit, "load", made.load)
+    monkeypatch.setattr(device, "processors", lambda where: PROCESSORS)
+    monkeypatch.setattr(device, "no_sink", lambda where, heads: torch.full((heads,), -math.inf))
+    monkeypatch.setattr(device, "tile_counter", lambda where: counter)
+    return made
+
+
+def results(
+    case: Case, direction: str, spec: Any, standin: StandIn, folder: Path
+) -> tuple[Operands, tuple[Tensor, ...]]:
+    """Of a small case, from a variant with this spec."""
     small = replace(case, seqlen_q=16, seqlen_k=16, batch=2, lengths=case.lengths and (16, 3))
+    fill(folder, [spec], direction)
+    (entry,) = sweep.fitting([folder], case, direction).values()
+    function = standin.load(catalog.Kernel(sweep.FAMILIES[direction], spec, fa3.ARCH))
     operands = draw(small, "cpu")
-    out = sweep.variant(lambda *args: called.append(args))(small, operands)(*operands.inputs)
-    (args,) = called
-    assert args[:3] == operands.inputs and args[3] is out
-    assert out.shape == operands.dout.shape and out.dtype == torch.bfloat16
-    assert args[4].shape == ((16, 19) if case.lengths else (2, 16, 16))
-    assert args[5:11] == ("sink 16", *[operands.bounds] * 4, "counter")
-    assert args[11:] == (128**-0.5, 0.0, fa3.NO_BOUND, 0, 0, 132)
+    attend = sweep.way(function, entry, direction)(small, operands)
+    found = run.computation(attend, operands, direction)()
+    wanted = check.expected(small, operands, direction)
+    assert check.error(found, wanted, direction) <= check.bound(direction)
+    return operands, found
+
+
+each_case = pytest.mark.parametrize("case", [CAUSAL, VARLEN], ids=lambda case: case.group)
+
+
+@each_case
+def test_a_forward_variant_is_called_as_the_kernel_wants(
+    case: Case, standin: StandIn, tmp_path: Path
+) -> None:
+    spec = replace(sweep.spec_of(case, "forward"), tile_kv=64)
+    operands, (out,) = results(case, "forward", spec, standin, tmp_path)
+    (given,) = standin.calls
+    assert given["out"] is out and (given["q"], given["k"], given["v"]) == operands.inputs
+    assert given["cu_seqlens_q"] is given["cu_seqlens_k"] is operands.bounds
+    assert (given["left"], given["right"]) == (fa3.NO_BOUND, 0)
+
+
+@each_case
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_a_backward_variant_is_the_main_kernel_of_a_whole_pass(
+    case: Case, is_deterministic: bool, standin: StandIn, tmp_path: Path
+) -> None:
+    usual = sweep.spec_of(case, "backward")
+    # The stand-in wants as many turns as these tiles need.
+    spec = replace(usual, deterministic=is_deterministic, tile_q=128)
+    results(case, "backward", spec, standin, tmp_path)
+    families = [kernel.family for kernel in standin.kernels]
+    assert families == [catalog.FA3_PREPARE, catalog.FA3_BACKWARD, catalog.FA3_FINISH]
+    assert standin.kernels[1].spec == spec
+
+
+def test_a_bundle_without_a_variant_of_the_pass_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill(tmp_path, [sweep.spec_of(CAUSAL, "forward")], "forward")
+    arguments = ["--pass", "backward", "--bundle", str(tmp_path), "--case", "grid d128 causal 8k"]
+    with pytest.raises(SystemExit):
+        sweep.main(arguments)
+    assert "no backward variant for --case 'grid d128 causal 8k'" in capsys.readouterr().err
+
+
+@each_direction
+def test_make_compiles_variants_of_the_pass(
+    direction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, *values = VARIED[direction]
+    monkeypatch.setattr(sweep, "produce", lambda kernel: Product({".so": b"code"}, {}))
+    arguments = ["--pass", direction, "--bundle", str(tmp_path), "--case", "grid d128 causal 8k"]
+    sweep.main([*arguments, "--make", "--vary", f"{name}={','.join(map(str, values))}"])
+    found = sweep.fitting([tmp_path], CAUSAL, direction)
+    assert set(found) == {f"{name}={value}" for value in values}
 
 
 def test_the_table_is_sorted_and_knows_the_peak_of_the_clock() -> None:

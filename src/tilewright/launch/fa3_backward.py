@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +36,14 @@ def why_not(problem: AttentionProblem) -> str | None:
 def kernels(problem: AttentionProblem) -> tuple[catalog.Kernel, catalog.Kernel, catalog.Kernel]:
     """prepare, the main kernel and finish."""
     wanted = BackwardSpec(*fa3.features(problem), deterministic=problem.deterministic)
-    spec = catalog.tiled_backward(catalog.smallest(fa3.ARCH, catalog.FA3_BACKWARD, wanted))
+    smallest = catalog.smallest(fa3.ARCH, catalog.FA3_BACKWARD, wanted)
+    return _kernels_around(catalog.tiled_backward(smallest))
+
+
+def _kernels_around(
+    spec: BackwardSpec,
+) -> tuple[catalog.Kernel, catalog.Kernel, catalog.Kernel]:
+    """A main kernel of `spec`, and what comes before and after it."""
     of_dout, of_dq = (
         RowsSpec(spec.dtype, dim, spec.packed) for dim in (spec.head_dim_v, spec.head_dim)
     )
@@ -74,22 +81,35 @@ class Workspace(NamedTuple):
 @lru_cache(maxsize=4096)
 def _launches(problem: AttentionProblem, where: torch.device, used: int, rows: int) -> Launches:
     """`rows` are q's: of a sequence, or of all packed ones."""
-    prepare, main, finish = kernels(problem)
+    _, main, _ = kernels(problem)
+    return _launches_around(jit.load(main), main.spec, problem, where, used, rows)
+
+
+def _launches_around(
+    main: Callable[..., Any],
+    spec: BackwardSpec,
+    problem: AttentionProblem,
+    where: torch.device,
+    used: int,
+    rows: int,
+) -> Launches:
+    """With `main` compiled from `spec`."""
+    prepare, _, finish = _kernels_around(spec)
     is_packed = problem.layout == "varlen"
     outer = (problem.heads_q,) if is_packed else (problem.batch, problem.heads_q)
     padded = padded_rows(rows, problem.batch if is_packed else 0)
     scalars = fa3.scalars(problem, where, used)
     return Launches(
         prepare=jit.load(prepare),
-        main=jit.load(main),
+        main=main,
         finish=jit.load(finish),
         used=used,
         scalars=scalars,
         # The scale has its sign there, and the CTAs are one a tile.
         scalars_of_finish=(float(problem.scoring.scale), *scalars[:-1]),
         rows=(*outer, padded),
-        sums=(*outer, padded // MMA_ROWS, main.spec.head_dim // OCTET, *FRAGMENT),
-        turns=(*outer, padded // main.spec.tile_q) if main.spec.deterministic else None,
+        sums=(*outer, padded // MMA_ROWS, spec.head_dim // OCTET, *FRAGMENT),
+        turns=(*outer, padded // spec.tile_q) if spec.deterministic else None,
     )
 
 
@@ -157,6 +177,20 @@ def prepare(
         return _launch(launches, operands, Saved(out, lse, dout, dlse), needs)
 
     return run
+
+
+def with_main(
+    main: Callable[..., Any], spec: BackwardSpec, problem: AttentionProblem, like: Operands
+) -> Callable[[Sequence[Any], Saved, Sequence[bool]], Gradients]:
+    """`backward` with `main`, compiled from `spec`, for its main kernel, so that one can be tuned.
+
+    For operands with the shapes, dtypes and device of `like`, which is the current device. They,
+    out and dout are contiguous, and the scale is positive: nothing is copied to make it so.
+    Raises RuntimeError if prepare or finish can be neither found nor compiled.
+    """
+    where, rows = like.q.device, like.q.shape[-3]
+    launches = _launches_around(main, spec, problem, where, fa3.used_lengths(like), rows)
+    return partial(_launch, launches)
 
 
 def _launch(

@@ -139,6 +139,8 @@ def test_a_backward_pass_is_also_timed_bound_to_equal_bits(
     assert "deterministic" not in {r.contender for r in forward}
     other = run.run_case(CASES[0], "backward", plan=Plan(0.0), ways=ways)
     assert "deterministic" not in {r.contender for r in other}
+    without_ours = run.run_case(GRID, "backward", plan=Plan(0.0), ways={"other": contenders.ours})
+    assert "deterministic" not in {r.contender for r in without_ours}
 
     calls: list[int] = []
 

@@ -83,7 +83,7 @@ def run_case(
     wanted = check.expected(case, operands, direction)
     runs: dict[str, Run] = {}
     records = []
-    if direction == "backward" and is_timed_deterministic(case):
+    if direction == "backward" and OURS in ways and is_timed_deterministic(case):
         ways = {**ways, DETERMINISTIC: ours_deterministic}
     for contender, way in ways.items():
         run, record = prepare((contender, way), case, operands, direction, wanted)
