@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,9 +21,12 @@ from tilewright.bench.gpu import check, run
 from tilewright.bench.gpu.cases import Choice, cases
 from tilewright.bench.gpu.contenders import Operands, draw
 from tilewright.bench.gpu.records import Record
+from tilewright.bench.timing import Load
 from tilewright.jit.cache import Folder, Product
 from tilewright.jit.key import key_of
 from tilewright.kernels import catalog
+from tilewright.kernels.sm90.fa3.spec import ForwardSpec
+from tilewright.kernels.sm90.fa3_backward.spec import BackwardSpec
 from tilewright.launch import device, fa3
 
 (CAUSAL,) = cases(Choice(names=("grid d128 causal 8k",)))
@@ -43,6 +47,7 @@ def fill(folder: Path, specs: list[Any], direction: str) -> None:
 
 def test_choices_multiply_and_what_is_illegal_is_left_out() -> None:
     spec = sweep.spec_of(CAUSAL, "forward")
+    assert isinstance(spec, ForwardSpec)
     found = sweep.varied(spec, ["tile_kv=64,96", "ping_pong=true,false", "tile_q=64,1000"])
     assert {(s.tile_kv, s.ping_pong, s.tile_q) for s in found} == {
         (tile_kv, ping_pong, 64) for tile_kv in (64, 96) for ping_pong in (True, False)
@@ -62,8 +67,9 @@ def test_an_order_is_words_and_an_illegal_one_is_left_out() -> None:
         "lse S dK add P dP dV dS write dQ",
         "lse S add dK P dP dV write dS dQ",
     ]
-    choices = [f"order={','.join(orders)}", "deterministic=true,false"]
-    found = sweep.varied(sweep.spec_of(CAUSAL, "backward"), choices)
+    spec = sweep.spec_of(CAUSAL, "backward")
+    assert isinstance(spec, BackwardSpec)
+    found = sweep.varied(spec, [f"order={','.join(orders)}", "deterministic=true,false"])
     assert {(s.order, s.deterministic) for s in found} == {
         (tuple(order.split()), flag) for order in orders[:2] for flag in (True, False)
     }
@@ -161,7 +167,7 @@ def test_a_backward_variant_is_the_main_kernel_of_a_whole_pass(
 ) -> None:
     usual = sweep.spec_of(case, "backward")
     # The stand-in wants as many turns as these tiles need.
-    spec = replace(usual, deterministic=is_deterministic, tile_q=128)
+    spec: Any = replace(usual, **{"deterministic": is_deterministic, "tile_q": 128})
     results(case, "backward", spec, standin, tmp_path)
     families = [kernel.family for kernel in standin.kernels]
     assert families == [catalog.FA3_PREPARE, catalog.FA3_BACKWARD, catalog.FA3_FINISH]
@@ -188,6 +194,25 @@ def test_make_compiles_variants_of_the_pass(
     sweep.main([*arguments, "--make", "--vary", f"{name}={','.join(map(str, values))}"])
     found = sweep.fitting([tmp_path], CAUSAL, direction)
     assert set(found) == {f"{name}={value}" for value in values}
+
+
+@each_direction
+def test_the_pass_that_was_asked_for_is_timed(
+    direction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed: list[tuple[str, set[str]]] = []
+
+    def run_case(case: Case, direction: str, watch: Any, plan: Any, ways: Any) -> list[Record]:
+        timed.append((direction, set(ways)))
+        return []
+
+    monkeypatch.setattr(run, "run_case", run_case)
+    monkeypatch.setattr(sweep, "_load", lambda entry: None)
+    fill(tmp_path, [sweep.spec_of(CAUSAL, direction)], direction)
+    entries = sweep.fitting([tmp_path], CAUSAL, direction)
+    options = argparse.Namespace(direction=direction, peers="cudnn", seconds=0.0, batch_ms=0.0)
+    sweep.sweep(CAUSAL, entries, options, lambda spans: Load())
+    assert timed == [(direction, {*entries, "cudnn"})]
 
 
 def test_the_table_is_sorted_and_knows_the_peak_of_the_clock() -> None:

@@ -8,10 +8,11 @@ backward's main kernel, else of the forward's. On a machine with the compiler,
         --make --vary tile_kv=112,128 --vary overlap=true,false
 
 fills it with all combinations, and on one with the GPU the same without --make and --vary times
-them in turns, beside peers and cuBLAS. An order is words: --vary "order=lse S add dK P ... dQ".
+them in turns, beside peers and cuBLAS. An order is given as words, with spaces between them:
+--vary "order=lse S add dK P dP dV dS write dQ,lse S dK add P dP dV dS write dQ".
 
-Of a backward, the whole pass is timed. What is not its main kernel comes from where a call of the
-library would get it: the forward, and the kernels before and after the main one.
+Of the backward, the whole pass is timed. The forward before it, and the kernels before and after
+the main one, are what any call would load: from TILEWRIGHT_BUNDLE, the cache or the compiler.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -46,6 +47,7 @@ TENSOR_FLOPS = 4096  # of one SM in one cycle, in half precision on sm_90
 HEADER = ("variant", "TFLOP/s", "ms", "least", "to cuDNN", "to cuBLAS", "of peak", "MHz", "W")
 FAMILIES = {"forward": catalog.FA3_FORWARD, "backward": catalog.FA3_BACKWARD}
 Spec = ForwardSpec | BackwardSpec
+SpecT = TypeVar("SpecT", bound=Spec)
 # What the case asks for. A backward that sums in a fixed order is a variant like any other.
 REQUIRED = (
     "dtype",
@@ -76,7 +78,7 @@ def spec_of(case: Case, direction: str) -> Spec:
     return catalog.tiled(ForwardSpec(**features), case.seqlen_q)
 
 
-def varied(spec: Spec, choices: Iterable[str]) -> list[Spec]:
+def varied(spec: SpecT, choices: Iterable[str]) -> list[SpecT]:
     """All combinations of choices such as "tile_kv=112,128" that are legal.
 
     Raises ValueError for a field that a spec does not have.
@@ -133,7 +135,7 @@ def way(function: Callable[..., Any], entry: Entry, direction: str) -> Way:
         return variants.forward(function)
     # Other sources may have had other fields; those that a launch looks at have always been there.
     known = {field.name for field in fields(BackwardSpec)}
-    told = {
+    told: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in entry.identity["spec"].items()
         if name in known
@@ -211,7 +213,13 @@ def _parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("--bundle", type=Path, action="append", required=True, help="may stand several times")
     add("--case", required=True, help='part of a name, as "grid d128 causal 8k"')
-    add("--pass", dest="direction", choices=tuple(FAMILIES), default="forward", help="of a kernel")
+    add(
+        "--pass",
+        dest="direction",
+        choices=tuple(FAMILIES),
+        default="forward",
+        help="whose kernel; of the backward the main one",
+    )
     add("--make", action="store_true", help="compile the variants into the bundle, and stop")
     add("--vary", action="append", default=[], metavar="FIELD=VALUE,VALUE", help="with --make")
     add("--peers", default="cudnn", help="cudnn,fa2,flex,fa4; cudnn by default")
