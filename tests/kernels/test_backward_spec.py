@@ -50,3 +50,17 @@ def test_a_tile_has_the_words_that_the_scheduler_writes():
     from tilewright.kernels.sm90.fa3_backward.operands import Tile
 
     assert len(fields(Tile)) == TILE_WORDS
+
+
+def test_a_multiply_is_waited_for_with_those_before_it_and_once(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("cutlass", reason="a step is made of the DSL's")
+    from tilewright.kernels.sm90.fa3_backward import step
+
+    left_under_way: list[int] = []
+    monkeypatch.setattr(step.matmul, "wait", left_under_way.append)
+    multiplies = step.Multiplies()
+    for name in ("S", "dK", "dP", "dV"):
+        multiplies.issued(name)
+    for name in ("dK", "S", "dV"):
+        multiplies.wait_for(name)
+    assert left_under_way == [2, 0] and not multiplies.names
