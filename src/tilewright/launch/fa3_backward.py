@@ -82,18 +82,18 @@ class Workspace(NamedTuple):
 def _launches(problem: AttentionProblem, where: torch.device, used: int, rows: int) -> Launches:
     """`rows` are q's: of a sequence, or of all packed ones."""
     _, main, _ = kernels(problem)
-    return _launches_around(jit.load(main), main.spec, problem, where, used, rows)
+    return _launches_around(partial(jit.load, main), main.spec, problem, where, used, rows)
 
 
 def _launches_around(
-    main: Callable[..., Any],
+    load_main: Callable[[], Callable[..., Any]],
     spec: BackwardSpec,
     problem: AttentionProblem,
     where: torch.device,
     used: int,
     rows: int,
 ) -> Launches:
-    """With `main` compiled from `spec`."""
+    """With a main kernel that is compiled from `spec`."""
     prepare, _, finish = _kernels_around(spec)
     is_packed = problem.layout == "varlen"
     outer = (problem.heads_q,) if is_packed else (problem.batch, problem.heads_q)
@@ -101,7 +101,7 @@ def _launches_around(
     scalars = fa3.scalars(problem, where, used)
     return Launches(
         prepare=jit.load(prepare),
-        main=main,
+        main=load_main(),
         finish=jit.load(finish),
         used=used,
         scalars=scalars,
@@ -189,7 +189,8 @@ def with_main(
     Raises RuntimeError if prepare or finish can be neither found nor compiled.
     """
     where, rows = like.q.device, like.q.shape[-3]
-    launches = _launches_around(main, spec, problem, where, fa3.used_lengths(like), rows)
+    used = fa3.used_lengths(like)
+    launches = _launches_around(lambda: main, spec, problem, where, used, rows)
     return partial(_launch, launches)
 
 
