@@ -18,6 +18,7 @@ from tilewright.emulator import Options
 from tilewright.kernels import catalog
 from tilewright.kernels.catalog import Kernel
 from tilewright.kernels.sm90.fa3.spec import DTYPES
+from tilewright.kernels.sm90.fa3_backward.spec import BackwardSpec
 
 KERNELS = [x for x in catalog.kernels("sm_90a") if x.family == catalog.FA3_BACKWARD]
 FLOAT16, BFLOAT16 = ([x for x in KERNELS if x.spec.dtype == t] for t in DTYPES)
@@ -55,6 +56,15 @@ def test_heads_that_share_keys(kernel: Kernel) -> None:
     """Or many sequences. What waits for what is as at the edges: one order does."""
     small = small_problems(kernel.spec)["heads"]
     assert_right(emulate(kernel, small, "random"), kernel.spec, small)
+
+
+def test_a_step_in_another_order_than_any_of_the_catalog() -> None:
+    """dK is issued after dS is made: the Q of the step before is let go when it has been read."""
+    order = ("lse", "S", "P", "dP", "dV", "dS", "dK", "write", "dQ", "add")
+    spec = replace(catalog.tiled_backward(BackwardSpec(head_dim=64, head_dim_v=64)), order=order)
+    kernel = Kernel(catalog.FA3_BACKWARD, replace(spec, q_stages=3), "sm_90a")
+    small = small_problems(kernel.spec)["edges"]
+    assert_right(emulate(kernel, small, "late"), kernel.spec, small)
 
 
 @pytest.mark.parametrize("kernel", FLOAT16_TO_RUN, ids=str)

@@ -18,9 +18,10 @@ from tilewright.kernels.sm90.fa3_backward.spec import ORDER, BackwardSpec
         ({"head_dim": 128, "head_dim_v": 256, "tile_kv": 64}, "head_dim=128"),
         ({"head_dim": 192, "tile_kv": 64, "keys_in_registers": True}, "keys_in_registers"),
         ({"head_dim": 256, "head_dim_v": 256, "tile_kv": 64}, "B of shared memory"),
+        ({"q_stages": 2}, "a step holds three"),
     ],
 )
-def test_head_dims_over_128_take_what_fits(how: dict[str, Any], reason: str):
+def test_a_spec_takes_what_fits(how: dict[str, Any], reason: str):
     assert reason in (BackwardSpec(**how).why_illegal() or "")
 
 

@@ -126,6 +126,8 @@ class BackwardSpec:
             return f"head_dim={self.head_dim}: where head_dim_v is over 128, want 192 or 256"
         if self.is_wide and self.keys_in_registers:
             return "keys_in_registers: head dims over 128 leave no registers for keys"
+        if not self.is_wide and self.q_stages < 3:
+            return f"q_stages={self.q_stages}: a step holds three, those of the steps beside it too"
         if reason := self._why_no_order():
             return f"order={' '.join(self.order)}: {reason}"
         if self.smem_bytes > SMEM_BYTES:

@@ -77,7 +77,8 @@ class Step:
         self.acc_dP: Any = None
         self.lse: Any = None
         self.is_next_there: Any = None
-        self.holds_Q = before is not None  # of the step before
+        self.read_by_dK = False  # Q of the step before, as far as multiplies are issued
+        self.holds_Q = before is not None  # that Q
 
     def run(self) -> None:
         order = list(self.wg.spec.order)
@@ -149,6 +150,7 @@ class Step:
         if self.before is not None:
             self.wg.regs.multiply_dK(self.wg.ch.q.index(self.place.n - 1))
             self.under_way.issued("dK")
+            self.read_by_dK = True
 
     def _dQ(self) -> None:
         if self.before is not None:
@@ -166,8 +168,8 @@ class Step:
             add_dQ(self.wg, self.tile, (self.place.n - 1, *last))
 
     def _release_Q(self) -> None:
-        """Let the Q of the step before go, which dK was the last to read, if that is done."""
-        if self.holds_Q and "dK" not in self.under_way.names:
+        """Let the Q of the step before go, if dK, the last to read it, is done."""
+        if self.holds_Q and self.read_by_dK and "dK" not in self.under_way.names:
             self.wg.ch.q.release(self.place.n - 1)
             self.holds_Q = False
 
