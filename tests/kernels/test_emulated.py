@@ -38,6 +38,12 @@ MECHANISMS: list[dict[str, Any]] = [
     {"longest_first": False},
     {"dynamic": False},
     {"dynamic": False, "cluster": 2, "bounded_right": False},
+    {"specialised": False},
+    {
+        **{"specialised": False, "dynamic": False, "bounded_right": False, "ping_pong": False},
+        **{"head_dim": 64, "head_dim_v": 64, "tile_q": 192, "k_stages": 3, "v_stages": 3},
+        **{"rescale_threshold": 8.0, "goes_ahead": True, "stores_by_tma": True},
+    },
 ]
 
 

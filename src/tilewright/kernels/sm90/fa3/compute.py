@@ -22,6 +22,7 @@ from cutlass import Boolean, Constexpr, Int32, const_expr
 from tilewright.kernels.blocks.arithmetic import tanh
 from tilewright.kernels.blocks.masking import Band
 from tilewright.kernels.sm90 import matmul
+from tilewright.kernels.sm90.fa3.load import refill
 from tilewright.kernels.sm90.fa3.operands import (
     Channels,
     Operands,
@@ -41,6 +42,7 @@ class Warpgroup(Role):
     """What a computing warpgroup works with besides."""
 
     regs: Registers
+    views: Any = None  # of this tile's Q, K and V, where a computing warp loads them
 
     @property
     def band(self) -> Band:
@@ -196,6 +198,8 @@ def attend_block(wg: Constexpr, tile: Tile, mine: Span, n: Int32, block: Int32, 
         ch.v.wait_full(n - 1)
     regs.multiply_O(ch.v.index(n - 1), accumulate=issued is None)
     pass_turn(wg)
+    if const_expr(not wg.spec.specialised):
+        refill(wg, mine.begin, n, block)
     matmul.wait(1)
     is_there = ch.k.is_full(n + 1)
     has_moved = Boolean(True)

@@ -4,6 +4,7 @@
     load      1 warp        tiles -> Q, K, V in shared memory, by TMA
     compute   2-3 x 4 warps S = Q K^T | softmax | O += P V | O, LSE to memory
 
+Or no roles, where the spec is not `specialised`: unspecialised.py.
 Shapes: q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), out like q with Dv, lse (B, Hq, Sq);
 packed: q (Tq, Hq, D), k (Tk, Hk, D), v (Tk, Hk, Dv), lse (Hq, Tq).
 Cannot: pages, splits over the keys. Source: FlashAttention-3, arXiv 2407.08608.
@@ -32,6 +33,7 @@ from tilewright.kernels.sm90.fa3.operands import (
 )
 from tilewright.kernels.sm90.fa3.schedule import row_blocks, schedule
 from tilewright.kernels.sm90.fa3.spec import ForwardSpec
+from tilewright.kernels.sm90.fa3.unspecialised import load_and_compute
 
 DTYPES = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
 
@@ -133,26 +135,29 @@ class Forward:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         consumers = 4 * spec.warpgroups  # warps
         if thread == 0:
-            ch.tile.initialise(producers=1, consumers=consumers + 1)
+            ch.tile.initialise(producers=1, consumers=consumers + spec.specialised)
             for loaded in (ch.q, ch.k, ch.v):
                 loaded.initialise(producers=1, consumers=consumers)
             ch.tail.initialise(producers=1, consumers=1)
         cute.arch.mbarrier_init_fence()
         meet(spec)
-        few, many = spec.registers
-        if warp < 4:
-            cute.arch.setmaxregister_decrease(few)
-            if warp == 0:
-                load(spec, op, sm, ch)
-            if warp == 1:
-                schedule(spec, op, sm, ch)
+        mmas = (
+            matmul.make_mma(dtype, spec.tile_kv, matmul.K_MAJOR, spec.q_in_registers),
+            matmul.make_mma(dtype, spec.head_dim_v, matmul.MN_MAJOR, True),
+        )
+        if const_expr(not spec.specialised):
+            load_and_compute(spec, op, sm, ch, mmas)
         else:
-            cute.arch.setmaxregister_increase(many)
-            mmas = (
-                matmul.make_mma(dtype, spec.tile_kv, matmul.K_MAJOR, spec.q_in_registers),
-                matmul.make_mma(dtype, spec.head_dim_v, matmul.MN_MAJOR, True),
-            )
-            compute(spec, op, sm, ch, mmas)
+            few, many = spec.registers
+            if warp < 4:
+                cute.arch.setmaxregister_decrease(few)
+                if warp == 0:
+                    load(spec, op, sm, ch)
+                if warp == 1:
+                    schedule(spec, op, sm, ch)
+            else:
+                cute.arch.setmaxregister_increase(many)
+                compute(spec, op, sm, ch, mmas)
         if const_expr(spec.cluster > 1):
             meet(spec)  # no CTA leaves while another may still arrive at its barriers
 

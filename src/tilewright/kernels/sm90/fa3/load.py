@@ -1,4 +1,8 @@
-"""The producer: tiles of Q, K and V from memory to shared memory, by TMA."""
+"""The producer: tiles of Q, K and V from memory to shared memory, by TMA.
+
+`load` is a warp's whole work; `fill` and `refill` are parts of a computing warp's, which has no
+other to load for it: unspecialised.py.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Constexpr, Int16, Int32, const_expr
+from cutlass import Boolean, Constexpr, Int16, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from tilewright.kernels.sm90.fa3.operands import (
@@ -65,14 +69,10 @@ def load(spec: Constexpr, op: Operands, sm: Shared, ch: Channels):
         if const_expr(not spec.takes_late):
             ch.tile.release(tiles)
         begin, end = key_blocks(spec, op, tile)
-        (tQsQ, tQgQ), (tKsK, tKgK), tV = tile_views(spec, op, sm, tile)
+        tQ, (tKsK, tKgK), tV = tile_views(spec, op, sm, tile)
         # K first: its slot may be free while the last tile's Q is still being read.
         load_block(op.k, ch.k, tKgK, tKsK, blocks, end - 1)
-        ch.q.wait_empty(tiles)
-        full = ch.q.expect(tiles, spec.tile_q * spec.head_dim * 2)
-        for w in cutlass.range_constexpr(spec.warpgroups):
-            block = tile.q_block * spec.warpgroups + w
-            cute.copy(op.q.copy, tQgQ[None, block], tQsQ[None, w], tma_bar_ptr=full)
+        load_rows(role, tQ, tiles, tile.q_block)
         for back in cutlass.range(1, end - begin, unroll=1):
             load_block(op.k, ch.k, tKgK, tKsK, blocks + back, end - 1 - back)
             rows = tile.seqlen_k - (end - back) * spec.tile_kv
@@ -88,6 +88,17 @@ def load(spec: Constexpr, op: Operands, sm: Shared, ch: Channels):
         tile = Tile.read(sm.sTile, ch.tile.index(tiles))
 
 
+def load_rows(role: Role, tQ: Any, tiles: Int32, q_block: Int32):
+    """Q of tile number `tiles`."""
+    spec, op, ch = role.spec, role.op, role.ch
+    tQsQ, tQgQ = tQ
+    ch.q.wait_empty(tiles)
+    full = ch.q.expect(tiles, spec.tile_q * spec.head_dim * 2)
+    for w in range(spec.warpgroups):
+        block = q_block * spec.warpgroups + w
+        cute.copy(op.q.copy, tQgQ[None, block], tQsQ[None, w], tma_bar_ptr=full)
+
+
 def load_block(operand: TmaOperand, ring: Any, tXgX: Any, tXsX: Any, n: Int32, block: Int32):
     """One tile of keys or values into slot `n` of its ring."""
     ring.wait_empty(n)
@@ -96,6 +107,44 @@ def load_block(operand: TmaOperand, ring: Any, tXgX: Any, tXsX: Any, n: Int32, b
     cute.copy(
         operand.copy, tXgX[None, block], tXsX[None, ring.index(n)], tma_bar_ptr=full, **to_all
     )
+
+
+@cute.jit
+def fill(role: Constexpr, tile: Tile, tiles: Int32, n: Int32):
+    """Q of tile number `tiles`, and of its K and V, from number `n` on, as much as slots are for.
+
+    The last slot of V is left to `refill`, which fills those of V a block later than those of K.
+    """
+    spec, op, ch = role.spec, role.op, role.ch
+    begin, end = key_blocks(spec, op, tile)
+    tQ, (tKsK, tKgK), (tVsV, tVgV) = tile_views(spec, op, role.sm, tile)
+    load_block(op.k, ch.k, tKgK, tKsK, n, end - 1)
+    load_rows(role, tQ, tiles, tile.q_block)
+    for back in cutlass.range(1, cutlass.min(spec.k_stages, end - begin), unroll=1):
+        load_block(op.k, ch.k, tKgK, tKsK, n + back, end - 1 - back)
+    for back in cutlass.range(cutlass.min(spec.v_stages - 1, end - begin), unroll=1):
+        load_block(op.v, ch.v, tVgV, tVsV, n + back, end - 1 - back)
+
+
+@cute.jit
+def refill(wg: Constexpr, begin: Int32, n: Int32, block: Int32):
+    """K and V of later blocks, while S of key block `block`, which is number `n`, is multiplied.
+
+    Their slots were those of K of the block before and of V of the one before that: this warpgroup
+    has done with them, and the others are about to. A tile's blocks end with `begin`.
+    """
+    spec, op, ch = wg.spec, wg.op, wg.ch
+    _, (tKsK, tKgK), (tVsV, tVgV) = wg.views
+    k_ahead, v_ahead = spec.k_stages - 1, spec.v_stages - 2
+    if is_first_warp():
+        if block - k_ahead >= begin:
+            load_block(op.k, ch.k, tKgK, tKsK, n + k_ahead, block - k_ahead)
+        if block - v_ahead >= begin:
+            load_block(op.v, ch.v, tVgV, tVsV, n + v_ahead, block - v_ahead)
+
+
+def is_first_warp() -> Boolean:
+    return cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0
 
 
 @cute.jit

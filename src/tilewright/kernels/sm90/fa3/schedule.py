@@ -55,31 +55,33 @@ def place(
     return head, (blocks - 1 - block if spec.longest_first else block)
 
 
+def dense_tile(spec: Any, op: Operands, index: Int32, blocks: Int32, section: Int32) -> Tile:
+    """Tile `index` where all sequences are of one length, of `blocks` blocks of queries."""
+    zero, rows = Int32(0), op.seqlen_q
+    head, q_block = place(spec, index, op.heads_q * op.batch, blocks, section)
+    # Where the last blocks are fewer than a cluster's CTAs, the others' rows are past the end.
+    cta, _, _ = cute.arch.block_idx()
+    q_block = q_block * spec.cluster + cta % spec.cluster
+    batch = head // op.heads_q
+    return Tile(head - batch * op.heads_q, batch, q_block, zero, rows, rows, zero, op.seqlen_k)
+
+
 @cute.jit
 def schedule(spec: Constexpr, op: Operands, sm: Shared, ch: Channels):
     """counter in gmem -> tiles in smem. One warp."""
-    zero = Int32(0)
     ctas, _, _ = cute.arch.grid_dim()
     index, _, _ = cute.arch.block_idx()
-    index, rank = index // spec.cluster, index % spec.cluster
+    index = index // spec.cluster
     if const_expr(spec.packed):
         schedule_packed(spec, op, sm, ch, index)
     else:
-        # Where the last of them are fewer than a cluster's CTAs, the others' rows are past the end.
         blocks = row_blocks(spec, op.seqlen_q)
         heads = op.heads_q * op.batch
         section = section_heads(spec, op, op.seqlen_k, blocks)
         n = Int32(0)
         is_left = index < heads * blocks
         while is_left:
-            head, q_block = place(spec, index, heads, blocks, section)
-            q_block = q_block * spec.cluster + rank
-            batch = head // op.heads_q
-            rows = op.seqlen_q
-            tile = Tile(
-                head - batch * op.heads_q, batch, q_block, zero, rows, rows, zero, op.seqlen_k
-            )
-            publish(sm, ch, n, tile)
+            publish(sm, ch, n, dense_tile(spec, op, index, blocks, section))
             n += 1
             index = next_tile(spec, op, ch, n, index)
             is_left = index < heads * blocks

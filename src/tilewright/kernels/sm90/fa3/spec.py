@@ -33,6 +33,7 @@ class ForwardSpec:
     tile_kv: int = 128
     k_stages: int = 2
     v_stages: int = 2
+    specialised: bool = True  # warps of their own load and schedule; else a computing one does
     stores_by_tma: bool = False  # O leaves through shared memory of its own
     q_in_registers: bool = False
     ping_pong: bool = True  # warpgroups take turns at issuing matrix multiplies
@@ -67,7 +68,7 @@ class ForwardSpec:
 
     @property
     def warpgroups(self) -> int:
-        """That compute; one more loads."""
+        """That compute; where warps are specialised, one more loads."""
         return self.tile_q // MMA_ROWS
 
     @property
@@ -76,11 +77,11 @@ class ForwardSpec:
 
     @property
     def threads(self) -> int:
-        return 128 * (self.warpgroups + 1)
+        return 128 * (self.warpgroups + self.specialised)
 
     @property
     def registers(self) -> tuple[int, int]:
-        """A thread's, of the loading warpgroup and of the computing ones.
+        """A thread's, of the loading warpgroup and of the computing ones, where there are both.
 
         Together they are at most what a launch allots, a multiple of 8 for each thread: a warpgroup
         that asks for more waits for ever.
@@ -125,8 +126,21 @@ class ForwardSpec:
             return "cluster=2: its CTAs must see the same keys, and take their tiles in turn"
         if self.tiles_ahead < 1:
             return f"tiles_ahead={self.tiles_ahead}: a tile at the least is handed over"
+        if not self.specialised and (reason := self._why_specialised()):
+            return f"specialised=False: {reason}"
         if self.smem_bytes > SMEM_BYTES:
             return f"{self.smem_bytes} B of shared memory, {SMEM_BYTES} B exist"
+        return None
+
+    def _why_specialised(self) -> str | None:
+        if self.packed or self.cluster > 1:
+            return "a computing warp loads dense tiles, and for its own CTA"
+        if self.takes_late or self.tiles_ahead > 1:
+            return "one tile is taken ahead, as the loads of one begin"
+        if self.carries_over or self.skips_hidden or self.starts_two or not self.overlap:
+            return "all warps do all blocks, each one's S over P V of the one before"
+        if min(self.k_stages, self.v_stages) < 2:
+            return "a block is loaded while the one before is multiplied"
         return None
 
     def __str__(self) -> str:
