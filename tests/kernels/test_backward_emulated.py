@@ -60,7 +60,7 @@ def test_heads_that_share_keys(kernel: Kernel) -> None:
 
 def test_a_step_in_another_order_than_any_of_the_catalog() -> None:
     """dK is issued after dS is made: the Q of the step before is let go when it has been read."""
-    order = ("lse", "S", "P", "dP", "dV", "dS", "dK", "write", "dQ", "add")
+    order = ("lse", "S", "P", "dP", "dV", "delta", "dS", "dK", "write", "dQ", "add")
     spec = replace(catalog.tiled_backward(BackwardSpec(head_dim=64, head_dim_v=64)), order=order)
     kernel = Kernel(catalog.FA3_BACKWARD, replace(spec, q_stages=3), "sm_90a")
     small = small_problems(kernel.spec)["edges"]

@@ -55,7 +55,8 @@ _THRESHOLD = {"float16": 14.0, "bfloat16": 24.0}
 _BACKWARD_TILES: dict[tuple[int, int], dict[str, Any]] = {
     (64, 64): {
         **{"keys_in_registers": True, "keeps_thread": True, "q_stages": 4, "do_stages": 4},
-        "order": ("lse", "S", "P", "dP", "dK", "dV", "dS", "write", "dQ", "add"),
+        "order": ("lse", "S", "delta", "dP", "P", "dK", "dS", "write", "dQ", "dV", "add"),
+        "k_stages": 2,
     },
     # Two warpgroups would make 48 columns of dQ each; shared memory swizzles 96 in groups of 32.
     (96, 96): {"tile_kv": 64},
@@ -65,7 +66,7 @@ _BACKWARD_TILES: dict[tuple[int, int], dict[str, Any]] = {
     (256, 256): {"tile_kv": 64, "q_stages": 2, "do_stages": 2},
 }
 # With a softcap P comes with dS: see `scores.cap`.
-_CAPPED_ORDER = ("lse", "S", "add", "dK", "P", "dP", "dS", "dV", "write", "dQ")
+_CAPPED_ORDER = ("lse", "S", "add", "dK", "P", "dP", "delta", "dS", "dV", "write", "dQ")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Constexpr, Int32, const_expr
+from cutlass import Boolean, Constexpr, Int32, const_expr
 
 from tilewright.kernels.sm90.fa3.operands import Channels, Operands, Shared, Tile
 
@@ -52,7 +52,8 @@ def place(
     rest = index - begin * blocks
     block = rest // width
     head = begin + rest - block * width
-    return head, (blocks - 1 - block if spec.longest_first else block)
+    back = blocks - 1 - block
+    return head, Int32(cutlass.select_(Boolean(spec.longest_first), back, block))
 
 
 def dense_tile(spec: Any, op: Operands, index: Int32, blocks: Int32, section: Int32) -> Tile:

@@ -19,8 +19,8 @@ from tilewright.kernels.sm90.fa3_backward.operands import (
     Channels,
     Operands,
     Shared,
+    Sweep,
     Tile,
-    query_blocks,
 )
 from tilewright.kernels.sm90.fa3_backward.registers import Registers
 from tilewright.kernels.sm90.fa3_backward.scores import Warpgroup
@@ -47,17 +47,17 @@ def compute(spec: Constexpr, op: Operands, sm: Shared, ch: Channels, mmas: Const
     ch.tile.wait_full(tiles)
     tile = Tile.read(sm.sTile, ch.tile.index(tiles))
     while tile.kv_block >= 0:
-        begin, count = query_blocks(spec, op, tile)
+        sweep = Sweep.of(spec, op, tile)
         if const_expr(spec.deterministic):
-            release_tile(wg, tiles, count == 0)
+            release_tile(wg, tiles, sweep.count == 0)
         else:
             ch.tile.release(tiles)
         wg.regs.acc_dV.fill(0.0)
         wg.regs.acc_dK.fill(0.0)
-        if count > 0:
-            attend_queries(wg, tile, begin, count, (tiles, loaded, steps))
+        if sweep.count > 0:
+            attend_queries(wg, tile, sweep, (tiles, loaded, steps))
             loaded += 1
-            steps += count * (op.heads_q // op.heads_k)
+            steps += sweep.steps
         else:
             store_dV(spec, op, wg.regs, tile)
         store_dK(spec, op, wg.regs, tile)
@@ -67,14 +67,16 @@ def compute(spec: Constexpr, op: Operands, sm: Shared, ch: Channels, mmas: Const
 
 
 @cute.jit
-def attend_queries(wg: Constexpr, tile: Tile, begin: Int32, count: Int32, numbers: Any):
+def attend_queries(wg: Constexpr, tile: Tile, sweep: Sweep, numbers: Any):
     """All queries of all heads that see a tile of keys, and dV to memory.
 
     `numbers` are the tile's, its own among those that have queries, and the first step's.
     """
     ch, regs, (tiles, loaded, first) = wg.ch, wg.regs, numbers
-    group = wg.op.heads_q // wg.op.heads_k
-    head, block, last = tile.head * group, begin, first + count * group - 1
+    last = first + sweep.steps - 1
+    head, block = sweep.first()
+    if const_expr(wg.spec.k_stages > 1):
+        regs.k_slot = ch.k.index(loaded)
     ch.k.wait_full(loaded)
     ch.q.wait_full(first)
     ch.v.wait_full(loaded)
@@ -87,10 +89,7 @@ def attend_queries(wg: Constexpr, tile: Tile, begin: Int32, count: Int32, number
     older = (head, block)
     for n in cutlass.range(first + 1, last + 1, unroll=1):
         before = (head, block)
-        block += 1
-        if block == begin + count:
-            block = begin
-            head += 1
+        head, block = sweep.after(head, block)
         if const_expr(wg.spec.deterministic):
             release_tile(wg, tiles, n + 1 == last)
         Step(wg, tile, Place(n, first, block, n < last), (before, older)).run()

@@ -110,11 +110,16 @@ class Finish:
         ctas = cute.size(pairs.mDelta) // matmul.ROWS
         # For one CTA an SM at the least: left to itself, ptxas spills for the sake of a sixth.
         self.kernel(op).launch(
-            grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1
+            grid=(ctas, 1, 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=True,
         )
 
     @cute.kernel
     def kernel(self, op: Operands):
+        cute.arch.griddepcontrol_wait()
         spec = self.spec
         blocks, heads = (Int32(cute.size(op.mSum, mode=[i])) for i in (3, 4))
         rows = Int32(cute.size(op.mdQ, mode=[0]))

@@ -116,6 +116,7 @@ class Backward:
             block=(spec.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -125,7 +126,7 @@ class Backward:
         smem = cutlass.utils.SmemAllocator()
         ch = Channels(
             tile=ring(smem, spec.tiles_ahead),
-            k=ring(smem, 1),
+            k=ring(smem, spec.k_stages),
             v=ring(smem, 1),
             q=ring(smem, spec.q_stages),
             do=ring(smem, spec.do_stages),
@@ -159,6 +160,9 @@ class Backward:
             if const_expr(spec.is_wide):
                 ch.p.initialise(producers=4, consumers=4)
         cute.arch.mbarrier_init_fence()
+        # All but this beginning comes after prepare; and finish may begin when CTAs leave room.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         cute.arch.sync_threads()
         few, many = spec.registers
         if warp < 4:
@@ -185,7 +189,7 @@ def smem_layouts(spec: BackwardSpec) -> tuple[Any, ...]:
         matmul.keys_layout(dtype, rows, dim, stages)
         for rows, dim, stages in (
             (spec.tile_q, spec.head_dim, spec.q_stages),
-            (spec.tile_kv, spec.head_dim, 1),
+            (spec.tile_kv, spec.head_dim, spec.k_stages),
             (spec.tile_kv, spec.head_dim_v, 1),
             (spec.tile_q, spec.head_dim_v, spec.do_stages),
             (spec.tile_kv, spec.tile_q, spec.ds_slots),

@@ -6,7 +6,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Constexpr, Float32, Int32, const_expr
+from cutlass import Boolean, Constexpr, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from tilewright.kernels.sm90.fa3.load import rows_of, views, zero_rows
@@ -16,10 +16,14 @@ from tilewright.kernels.sm90.fa3_backward.operands import (
     Operands,
     Role,
     Shared,
+    Sweep,
     Tile,
-    query_blocks,
 )
 from tilewright.kernels.sm90.fa3_backward.spec import padded_start
+
+# A tile of at most so many steps lets the next be taken as it begins; another, as its last loads
+# are issued: the later it is taken, the better are tiles of unequal length spread.
+SHORT = 8
 
 
 @cute.jit
@@ -30,52 +34,60 @@ def load(spec: Constexpr, op: Operands, sm: Shared, ch: Channels):
     ch.tile.wait_full(tiles)
     tile = Tile.read(sm.sTile, ch.tile.index(tiles))
     while tile.kv_block >= 0:
-        ch.tile.release(tiles)
-        begin, count = query_blocks(spec, op, tile)
-        if count > 0:
-            steps, tails = load_tile(role, tile, (begin, count), loaded, steps, tails)
+        sweep = Sweep.of(spec, op, tile)
+        is_short = sweep.steps <= SHORT
+        if is_short:
+            ch.tile.release(tiles)
+        if sweep.count > 0:
+            tails = load_tile(role, tile, sweep, loaded, steps, tails)
             loaded += 1
+            steps += sweep.steps
+        if not is_short:
+            ch.tile.release(tiles)
         tiles += 1
         ch.tile.wait_full(tiles)
         tile = Tile.read(sm.sTile, ch.tile.index(tiles))
 
 
 @cute.jit
-def load_tile(role: Constexpr, tile: Tile, blocks: Any, n: Int32, steps: Int32, tails: Int32):
-    """K and V of tile number `n`, and its queries, of which the first is step `steps`.
-
-    `blocks` are the first block of queries, and how many there are.
-    """
+def load_tile(
+    role: Constexpr, tile: Tile, sweep: Sweep, n: Int32, first: Int32, tails: Int32
+) -> Int32:
+    """K and V of tile number `n`, and the queries of its steps, from number `first` on."""
     spec, op, sm, ch = role.spec, role.op, role.sm, role.ch
-    begin, count = blocks
-    group = op.heads_q // op.heads_k
-    keys = tile.seqlen_k - tile.kv_block * spec.tile_kv
-    for g in cutlass.range(group, unroll=1):
-        head = tile.head * group + g
+    # Where there is room for one K, it comes with the end of the tile before, and so last.
+    keys_first = spec.k_stages > 1
+    head, block = sweep.first()
+    for step in cutlass.range(first, first + sweep.steps, unroll=1):
+        if const_expr(keys_first):
+            tails = load_keys(role, tile, n, step == first, tails)
         q, do = query_views(role, tile, head)
-        mLSE, mDelta = (
-            statistics(role, op.mLSE, tile, head),
-            statistics(role, op.mDelta, tile, head),
+        rows = tile.seqlen_q - block * spec.tile_q
+        lse, delta = (
+            (statistics(role, op.mLSE, tile, head), sm.sLSE),
+            (statistics(role, op.mDelta, tile, head), sm.sDelta),
         )
-        for i in cutlass.range(count, unroll=1):
-            block = begin + i
-            rows = tile.seqlen_q - block * spec.tile_q
-            lse, delta = (mLSE, sm.sLSE), (mDelta, sm.sDelta)
-            tails = load_block(role, (op.q, ch.q, q, sm.sQ, lse), steps, block, rows, tails)
-            tails = load_block(role, (op.dout, ch.do, do, sm.sdO, delta), steps, block, rows, tails)
-            # Last, since room for them comes last: with the end of the tile before.
-            if (g == 0) & (i == 0):
-                v = key_view(spec, op.v, sm.sV, tile, spec.head_dim_v)
-                # Rows past the end make dP of keys that are hidden, so V needs no zeros.
-                none_past = Int32(spec.tile_kv)
-                v = (op.v, ch.v, v, sm.sV, None)
-                tails = load_block(role, v, n, tile.kv_block, none_past, tails)
-                k = key_view(spec, op.k, sm.sK, tile, spec.head_dim)
-                tails = load_block(
-                    role, (op.k, ch.k, k, sm.sK, None), n, tile.kv_block, keys, tails
-                )
-            steps += 1
-    return steps, tails
+        tails = load_block(role, (op.q, ch.q, q, sm.sQ, lse), step, block, rows, tails)
+        tails = load_block(role, (op.dout, ch.do, do, sm.sdO, delta), step, block, rows, tails)
+        if const_expr(not keys_first):
+            tails = load_keys(role, tile, n, step == first, tails)
+        head, block = sweep.after(head, block)
+    return tails
+
+
+@cute.jit
+def load_keys(role: Constexpr, tile: Tile, n: Int32, is_time: Boolean, tails: Int32) -> Int32:
+    """V and K of tile number `n`, if the time has come."""
+    spec, op, sm, ch = role.spec, role.op, role.sm, role.ch
+    if is_time:
+        v = key_view(spec, op.v, sm.sV, tile, spec.head_dim_v)
+        # Rows past the end make dP of keys that are hidden, so V needs no zeros.
+        none_past = Int32(spec.tile_kv)
+        tails = load_block(role, (op.v, ch.v, v, sm.sV, None), n, tile.kv_block, none_past, tails)
+        k = key_view(spec, op.k, sm.sK, tile, spec.head_dim)
+        keys = tile.seqlen_k - tile.kv_block * spec.tile_kv
+        tails = load_block(role, (op.k, ch.k, k, sm.sK, None), n, tile.kv_block, keys, tails)
+    return tails
 
 
 def key_view(spec: Any, operand: TmaOperand, sX: cute.Tensor, tile: Tile, dim: int) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 
 from tilewright.kernels.blocks.carried import Unchanged
 from tilewright.kernels.blocks.ring import Ring
@@ -128,11 +128,62 @@ def query_blocks(spec: Any, op: Operands, tile: Tile) -> tuple[Int32, Int32]:
     return begin, Int32(cutlass.select_(is_empty, Int32(0), count))
 
 
+@dataclass(frozen=True)
+class Sweep:
+    """Which queries a tile of keys visits, and in which order: all heads of a block, then the next.
+
+    Where heads share keys, from the last block to the first: tiles of the same keys' head begin
+    with the same queries, whatever a mask hides of their first, and stay together, so that of Q, dO
+    and the sums of dQ little is in use at a time. One head is little; there each tile begins where
+    the mask lets it, so that few add to one block at once.
+    """
+
+    head: Int32  # the group's first
+    group: Int32  # how many heads it has
+    begin: Int32  # the first block
+    count: Int32  # of blocks
+    descends: Boolean  # from the last block to the first
+
+    @classmethod
+    def of(cls, spec: Any, op: Operands, tile: Tile) -> Sweep:
+        group = op.heads_q // op.heads_k
+        return cls(tile.head * group, group, *query_blocks(spec, op, tile), shares_keys(op))
+
+    @property
+    def steps(self) -> Int32:
+        return self.count * self.group
+
+    def first(self) -> tuple[Int32, Int32]:
+        """A head and a block."""
+        last = self.begin + self.count - 1
+        return self.head, Int32(cutlass.select_(self.descends, last, self.begin))
+
+    def after(self, head: Int32, block: Int32) -> tuple[Int32, Int32]:
+        """The head and the block that follow."""
+        is_last = head + 1 == self.head + self.group
+        following = Int32(cutlass.select_(self.descends, block - 1, block + 1))
+        block = Int32(cutlass.select_(is_last, following, block))
+        return Int32(cutlass.select_(is_last, self.head, head + 1)), block
+
+
 def turn(spec: Any, op: Operands, tile: Tile, q_block: Int32) -> Int32:
-    """How many tiles add to a query block's dQ before this one: those of later keys."""
-    last_query = cutlass.min((q_block + 1) * spec.tile_q, tile.seqlen_q) - 1
-    last_key = tile.seqlen_k - 1
+    """How many tiles add to a query block's dQ before this one: those of later keys.
+
+    Where heads share keys, those of earlier ones: see `schedule.order`.
+    """
+    first_key, last_key = Int32(0), tile.seqlen_k - 1
+    if spec.bounded_left:
+        first = q_block * spec.tile_q + tile.seqlen_k - tile.seqlen_q
+        first_key = cutlass.max(first - op.window_left, 0)
     if spec.bounded_right:
+        last_query = cutlass.min((q_block + 1) * spec.tile_q, tile.seqlen_q) - 1
         position = last_query + tile.seqlen_k - tile.seqlen_q
         last_key = cutlass.min(position + op.window_right, last_key)
-    return last_key // spec.tile_kv - tile.kv_block
+    earlier = tile.kv_block - first_key // spec.tile_kv
+    later = last_key // spec.tile_kv - tile.kv_block
+    return Int32(cutlass.select_(shares_keys(op), earlier, later))
+
+
+def shares_keys(op: Operands) -> Boolean:
+    """Whether a head of keys has several of queries."""
+    return op.heads_q != op.heads_k

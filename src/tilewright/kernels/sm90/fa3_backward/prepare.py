@@ -94,6 +94,7 @@ class Prepare:
 
     @cute.kernel
     def kernel(self, op: Operands):
+        cute.arch.griddepcontrol_launch_dependents()
         spec = self.spec
         rows, _, heads = (Int32(cute.size(op.mO, mode=[i])) for i in range(3))
         blocks = Int32(cute.size(op.mSum, mode=[3]))

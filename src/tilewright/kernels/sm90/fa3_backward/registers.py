@@ -40,20 +40,26 @@ class Registers(Unchanged):
         self.mma_S, self.mma_dV, self.mma_dK, self.mma_dQ = mmas
         part_S, part_dV, part_dK, part_dQ = (mma.get_slice(thread) for mma in mmas)
         sK, sV = (
-            cute.local_tile(x[None, None, 0], (matmul.ROWS, dim), (w, 0))
-            for x, dim in ((sm.sK, spec.head_dim), (sm.sV, spec.head_dim_v))
+            cute.local_tile(x, (matmul.ROWS, dim, stages), (w, 0, 0))
+            for x, dim, stages in (
+                (sm.sK, spec.head_dim, spec.k_stages),
+                (sm.sV, spec.head_dim_v, 1),
+            )
         )
         self.sK, self.sV = sK, sV
-        self.tSrK = self.mma_S.make_fragment_A(part_S.partition_A(sK))
+        self.k_slot: Any = 0  # of this tile
+        sK_first = sK[None, None, 0] if spec.keys_in_registers else sK
+        self.tSrK = self.mma_S.make_fragment_A(part_S.partition_A(sK_first))
         self.tSrQ = self.mma_S.make_fragment_B(part_S.partition_B(sm.sQ))
-        self.tPrV = self.mma_S.make_fragment_A(part_S.partition_A(sV))
+        self.tPrV = self.mma_S.make_fragment_A(part_S.partition_A(sV[None, None, 0]))
         self.tPrdO = self.mma_S.make_fragment_B(part_S.partition_B(sm.sdO))
         self.tVrdO = self.mma_dV.make_fragment_B(part_dV.partition_B(transposed(sm.sdO)))
         self.tKrQ = self.mma_dK.make_fragment_B(part_dK.partition_B(transposed(sm.sQ)))
-        sdS, sKt = transposed(sm.sdS), transposed(sm.sK)[None, None, 0]  # (q, kv, slot), (d, kv)
+        sdS, sKt = transposed(sm.sdS), transposed(sm.sK)  # (q, kv, slot), (d, kv, slot)
         # A warpgroup's part of dQ: 64 rows, or some columns where there are no more rows.
         if spec.tile_q == matmul.ROWS:
-            sKt = cute.local_tile(sKt, (spec.dq_columns, spec.tile_kv), (w, 0))
+            tile = spec.dq_columns, spec.tile_kv, spec.k_stages
+            sKt = cute.local_tile(sKt, tile, (w, 0, 0))
         else:
             sdS = cute.local_tile(sdS, (matmul.ROWS, spec.tile_kv, spec.ds_slots), (w, 0, 0))
         self.tQrdS = self.mma_dQ.make_fragment_A(part_dQ.partition_A(sdS))
@@ -78,14 +84,20 @@ class Registers(Unchanged):
 
     def read_keys(self) -> None:
         """smem K and V -> registers, where the multiplies take them from there."""
-        for sX, rX in ((self.sK, self.tSrK), (self.sV, self.tPrV)):
+        for sX, rX in (
+            (self.sK[None, None, self.k_slot], self.tSrK),
+            (self.sV[None, None, 0], self.tPrV),
+        ):
             atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), sX.element_type)
             part = cute.make_tiled_copy_A(atom, self.mma_S).get_slice(self.thread)
             cute.copy(atom, part.partition_S(sX), part.retile(rX))
 
     def multiply_S(self, slot: Int32) -> cute.Tensor:
         """The accumulator of S^T = K Q^T."""
-        return self._multiply_queries(self.tSrK, self.tSrQ, slot)
+        A = self.tSrK
+        if not self.spec.keys_in_registers:
+            A = A[None, None, None, self.k_slot]
+        return self._multiply_queries(A, self.tSrQ, slot)
 
     def multiply_dP(self, slot: Int32) -> cute.Tensor:
         """The accumulator of dP^T = V dO^T."""
@@ -110,7 +122,9 @@ class Registers(Unchanged):
         # dQ = dS K
         A = self.tQrdS[None, None, None, slot]
         self.acc_dQ.fill(0.0)  # as `zeros` says
-        matmul.gemm(self.mma_dQ, self.acc_dQ, A, self.tQrK, accumulate=False)
+        matmul.gemm(
+            self.mma_dQ, self.acc_dQ, A, self.tQrK[None, None, None, self.k_slot], accumulate=False
+        )
 
     def write_dS(self, slot: Int32) -> None:
         """registers dS^T -> smem dS, where the multiply that makes dQ reads all keys' part."""

@@ -23,10 +23,10 @@ class Order:
     tile_q: int
     head_dim: int
     head_dim_v: int
-    longest_first: bool
+    longest_first: Any  # bool or Boolean: the last keys first
+    tiles_per_cta: int
     dynamic: bool = True
     cluster: int = 1
-    tiles_per_cta: int = 3
 
 
 @dataclass(frozen=True)
@@ -42,18 +42,22 @@ class Sides:
     seqlen_k: Int32
 
 
-def order(spec: BackwardSpec) -> Order:
-    # Of a query, Q and dO are read and the sums of dQ, in float32, are added to. The first keys are
-    # those that most queries see, but sums in a fixed order go from the last keys to the first:
-    # then none waits for one that began with it. Such tiles of one head should be few at a time, so
-    # sections are as large as where tiles differ in length.
+def order(spec: BackwardSpec, op: Operands) -> Order:
+    # Of a query, Q and dO are read and the sums of dQ, in float32, are added to. A section has
+    # tiles for all CTAs, and no more: those of one head are at work together, for the sake of L2.
+    #
+    # The first keys are those that most queries see. But sums in a fixed order go from the last
+    # keys to the first: so none waits for one that began with it and reaches the block later. Where
+    # heads share keys, all that begin together begin with the same block, and in any order.
+    is_last_longest = spec.bounded_left and not spec.bounded_right
     return Order(
         spec.packed,
         spec.bounded_right or spec.deterministic,
         spec.tile_kv,
         3 * spec.head_dim,
         spec.head_dim_v,
-        longest_first=spec.deterministic or (spec.bounded_left and not spec.bounded_right),
+        longest_first=op.heads_q == op.heads_k if spec.deterministic else is_last_longest,
+        tiles_per_cta=1,
     )
 
 
@@ -68,4 +72,4 @@ def schedule(spec: Constexpr, op: Operands, sm: Shared, ch: Channels):
             given.cu_seqlens_k, given.cu_seqlens_q, given.seqused_k, given.seqused_q, used
         )
     sides = Sides(op.mCounter, lengths, op.batch, op.heads_k, op.heads_k, op.seqlen_k, op.seqlen_q)
-    forward.schedule(order(spec), sides, sm, ch)
+    forward.schedule(order(spec, op), sides, sm, ch)

@@ -20,7 +20,7 @@ from tilewright.kernels.sm90.fa3.spec import (
 )
 
 # What a step of the main kernel does, by names that `step.py` explains, as suits most head dims.
-ORDER = ("lse", "S", "add", "dK", "P", "dP", "dV", "dS", "write", "dQ")
+ORDER = ("lse", "S", "add", "dK", "P", "dP", "dV", "delta", "dS", "write", "dQ")
 ROWS_MULTIPLE = 128
 BARRIER_BYTES = 384  # mbarriers and the tile ring; the numbers of queries follow
 TILE_ALIGNMENT = 1024
@@ -46,6 +46,7 @@ class BackwardSpec:
     tile_kv: int = 128
     q_stages: int = 3
     do_stages: int = 2
+    k_stages: int = 1  # with two, a tile's K comes before the one before has made its last dQ
     keys_in_registers: bool = False  # K and V are multiplied from there
     keeps_thread: bool = False  # its index, in a register: to read it takes long in a full queue
     order: tuple[str, ...] = ORDER  # of a step, over head dim 128 always the same
@@ -102,7 +103,7 @@ class BackwardSpec:
 
     @property
     def smem_bytes(self) -> int:
-        kv = self.tile_kv * (self.head_dim + self.head_dim_v)
+        kv = self.tile_kv * (self.k_stages * self.head_dim + self.head_dim_v)
         q = self.tile_q * (self.q_stages * self.head_dim + self.do_stages * self.head_dim_v)
         ds = self.ds_slots * self.tile_q * self.tile_kv
         p = 4 * self.tile_q * self.tile_kv if self.is_wide else 0
@@ -124,6 +125,8 @@ class BackwardSpec:
             return f"tile {self.tile_q}x{self.tile_kv}: head dims over 128 take 64x64"
         if self.is_wide and self.head_dim <= 128:
             return f"head_dim={self.head_dim}: where head_dim_v is over 128, want 192 or 256"
+        if self.is_wide and self.k_stages != 1:
+            return f"k_stages={self.k_stages}: head dims over 128 leave room for one K"
         if self.is_wide and self.keys_in_registers:
             return "keys_in_registers: head dims over 128 leave no registers for keys"
         if not self.is_wide and self.q_stages < 3:
@@ -139,6 +142,7 @@ class BackwardSpec:
         if sorted(self.order) != sorted(ORDER):
             return f"want each of {' '.join(ORDER)} once"
         uses = [("S", "P"), ("P", "dS"), ("dP", "dS"), ("dS", "write"), ("dK", "write")]
+        uses += [("delta", "dS"), ("S", "dP"), ("S", "delta")]
         # With a softcap, P is made together with dS.
         uses += [("dS", "dV")] if self.has_softcap else [("P", "dV"), ("lse", "P")]
         if not self.adds_late:

@@ -6,6 +6,7 @@ By the names that a spec's `order` lists, for the block number n of a tile:
     S      S_n = K Q_n^T
     P      P_n = exp2(S_n - lse)
     dP     dP_n = V dO_n^T
+    delta  the D of its queries, to registers; once dP is there, if it has been issued
     dV     dV += P_n dO_n
     dS     dS_n = P_n (dP_n - delta)
     write  dS_n to shared memory, where all warpgroups read it
@@ -76,13 +77,16 @@ class Step:
         self.acc_S: Any = None
         self.acc_dP: Any = None
         self.lse: Any = None
+        self.delta: Any = None
+        self.has_dO = False
         self.is_next_there: Any = None
+        self.is_dO_there: Any = None
         self.read_by_dK = False  # Q of the step before, as far as multiplies are issued
         self.holds_Q = before is not None  # that Q
 
     def run(self) -> None:
         order = list(self.wg.spec.order)
-        if self.before is None:
+        if self.before is None and order.index("dP") > order.index("P"):
             # With no dK and dQ to make, dP is what there is to multiply under the exponentials.
             order.remove("dP")
             order.insert(order.index("S") + 1, "dP")
@@ -102,7 +106,9 @@ class Step:
         ch, n = self.wg.ch, self.place.n
         self.acc_S = self.wg.regs.multiply_S(ch.q.index(n))
         self.under_way.issued("S")
+        # Looked at here, known when it is wanted: a look takes as long as the queue is full.
         self.is_next_there = ch.q.is_full(n + 1)
+        self.is_dO_there = ch.do.is_full(n)
 
     def _P(self) -> None:
         wg, place = self.wg, self.place
@@ -113,12 +119,17 @@ class Step:
             make_P(wg, self.acc_S, self.lse, self.tile, place.block)
         # The next Q is waited for here because of the branch: without one, the assembler moves the
         # wait for the next multiply up to before the exponentials.
-        wait_unless(self.is_next_there, place.has_next, wg, place.n + 1)
+        wait_for_next(self.is_next_there, place.has_next, wg, place.n + 1)
+
+    def _delta(self) -> None:
+        self._wait_for_dO()
+        self.under_way.wait_for("dP")
+        self._release_Q()
+        self.delta = self.wg.regs.numbers(self.wg.sm.sDelta, self.wg.ch.do.index(self.place.n))
 
     def _dP(self) -> None:
-        ch, n = self.wg.ch, self.place.n
-        ch.do.wait_full(n)
-        self.acc_dP = self.wg.regs.multiply_dP(ch.do.index(n))
+        self._wait_for_dO()
+        self.acc_dP = self.wg.regs.multiply_dP(self.wg.ch.do.index(self.place.n))
         self.under_way.issued("dP")
 
     def _dV(self) -> None:
@@ -132,8 +143,7 @@ class Step:
         if wg.spec.has_softcap:
             make_capped_P(wg, self.acc_S, wg.regs.numbers(wg.sm.sLSE, wg.ch.q.index(n)))
         dP = matmul.as_rows(self.acc_dP)
-        delta = wg.regs.numbers(wg.sm.sDelta, wg.ch.do.index(n))
-        make_dS(matmul.as_rows(self.acc_S), dP, delta)
+        make_dS(matmul.as_rows(self.acc_S), dP, self.delta)
         hide_dS(wg, dP, self.tile, self.place.block)
 
     def _write(self) -> None:
@@ -167,6 +177,12 @@ class Step:
             self.under_way.wait_for("dQ")
             add_dQ(self.wg, self.tile, (self.place.n - 1, *last))
 
+    def _wait_for_dO(self) -> None:
+        """And its delta, once."""
+        if not self.has_dO:
+            wait_unless(self.is_dO_there, self.wg.ch.do, self.place.n)
+            self.has_dO = True
+
     def _release_Q(self) -> None:
         """Let the Q of the step before go, if dK, the last to read it, is done."""
         if self.holds_Q and self.read_by_dK and "dK" not in self.under_way.names:
@@ -175,9 +191,15 @@ class Step:
 
 
 @cute.jit
-def wait_unless(is_there: Boolean, has_next: Boolean, wg: Constexpr, n: Int32):
+def wait_for_next(is_there: Boolean, has_next: Boolean, wg: Constexpr, n: Int32):
     if has_next & (not is_there):
         wg.ch.q.wait_full(n)
+
+
+@cute.jit
+def wait_unless(is_there: Boolean, ring: Constexpr, n: Int32):
+    if not is_there:
+        ring.wait_full(n)
 
 
 @cute.jit

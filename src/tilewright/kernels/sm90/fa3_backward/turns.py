@@ -17,8 +17,8 @@ from tilewright.kernels.sm90.fa3_backward.operands import (
     Operands,
     Role,
     Shared,
+    Sweep,
     Tile,
-    query_blocks,
     turn,
 )
 from tilewright.kernels.sm90.fa3_backward.spec import padded_start
@@ -33,10 +33,9 @@ def take_turns(spec: Constexpr, op: Operands, sm: Shared, ch: Channels):
     tile = Tile.read(sm.sTile, ch.tile.index(tiles))
     while tile.kv_block >= 0:
         ch.tile.release(tiles)
-        begin, count = query_blocks(spec, op, tile)
-        group = op.heads_q // op.heads_k
-        for i in cutlass.range(count * group, unroll=1):
-            head, block = tile.head * group + i // count, begin + i % count
+        sweep = Sweep.of(spec, op, tile)
+        head, block = sweep.first()
+        for _ in cutlass.range(sweep.steps, unroll=1):
             done, before = additions(role, tile, head, block), turn(spec, op, tile, block)
             made = Int32(-1)
             while made < before:
@@ -45,6 +44,7 @@ def take_turns(spec: Constexpr, op: Operands, sm: Shared, ch: Channels):
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(ch.turn.full(steps))
             steps += 1
+            head, block = sweep.after(head, block)
         tiles += 1
         ch.tile.wait_full(tiles)
         tile = Tile.read(sm.sTile, ch.tile.index(tiles))
@@ -59,10 +59,9 @@ def count_additions(spec: Constexpr, op: Operands, sm: Shared, ch: Channels):
     tile = Tile.read(sm.sTile, ch.tile.index(tiles))
     while tile.kv_block >= 0:
         ch.tile.release(tiles)
-        begin, count = query_blocks(spec, op, tile)
-        group = op.heads_q // op.heads_k
-        for i in cutlass.range(count * group, unroll=1):
-            head, block = tile.head * group + i // count, begin + i % count
+        sweep = Sweep.of(spec, op, tile)
+        head, block = sweep.first()
+        for _ in cutlass.range(sweep.steps, unroll=1):
             ch.added.wait_full(steps)
             ch.added.release(steps)
             # Orders the additions of all warps, who arrived after them, before the count.
@@ -71,6 +70,7 @@ def count_additions(spec: Constexpr, op: Operands, sm: Shared, ch: Channels):
                 done = additions(role, tile, head, block)
                 cute.arch.atomic_add(done, Int32(1), sem="release", scope="gpu")
             steps += 1
+            head, block = sweep.after(head, block)
         tiles += 1
         ch.tile.wait_full(tiles)
         tile = Tile.read(sm.sTile, ch.tile.index(tiles))

@@ -30,8 +30,8 @@ from tilewright.kernels.sm90.fa3_backward.operands import (
     Channels,
     Operands,
     Shared,
+    Sweep,
     Tile,
-    query_blocks,
 )
 from tilewright.kernels.sm90.fa3_backward.scores import (
     Warpgroup,
@@ -82,16 +82,16 @@ def attend_tiles(wg: Constexpr):
     ch.tile.wait_full(tiles)
     tile = Tile.read(sm.sTile, ch.tile.index(tiles))
     while tile.kv_block >= 0:
-        begin, count = query_blocks(spec, op, tile)
+        sweep = Sweep.of(spec, op, tile)
         if const_expr(spec.deterministic):
-            release_tile(wg, tiles, count == 0)
+            release_tile(wg, tiles, sweep.count == 0)
         else:
             ch.tile.release(tiles)
         wg.regs.acc.fill(0.0)
-        if count > 0:
-            attend_queries(wg, tile, begin, count, (tiles, loaded, steps))
+        if sweep.count > 0:
+            attend_queries(wg, tile, sweep, (tiles, loaded, steps))
             loaded += 1
-            steps += count * (op.heads_q // op.heads_k)
+            steps += sweep.steps
         if const_expr(wg.regs.w == 0):
             store_dV(spec, op, wg.regs, tile)
         else:
@@ -102,11 +102,11 @@ def attend_tiles(wg: Constexpr):
 
 
 @cute.jit
-def attend_queries(wg: Constexpr, tile: Tile, begin: Int32, count: Int32, numbers: Any):
+def attend_queries(wg: Constexpr, tile: Tile, sweep: Sweep, numbers: Any):
     """All queries of all heads that see a tile of keys; `numbers` as in `compute.py`."""
     ch, regs, (tiles, loaded, steps) = wg.ch, wg.regs, numbers
-    group = wg.op.heads_q // wg.op.heads_k
-    head, block, last = tile.head * group, begin, steps + count * group - 1
+    last = steps + sweep.steps - 1
+    head, block = sweep.first()
     ch.k.wait_full(loaded)
     if const_expr(regs.w == 1):
         ch.v.wait_full(loaded)
@@ -116,10 +116,7 @@ def attend_queries(wg: Constexpr, tile: Tile, begin: Int32, count: Int32, number
     attend_block(wg, tile, (steps, head, block), None, steps < last)
     for n in cutlass.range(steps + 1, last + 1, unroll=1):
         before = n - 1, head, block
-        block += 1
-        if block == begin + count:
-            block = begin
-            head += 1
+        head, block = sweep.after(head, block)
         if const_expr(wg.spec.deterministic):
             release_tile(wg, tiles, n + 1 == last)
         attend_block(wg, tile, (n, head, block), before, n < last)
