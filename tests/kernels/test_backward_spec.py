@@ -18,7 +18,6 @@ from tilewright.kernels.sm90.fa3_backward.spec import ORDER, BackwardSpec
         ({"head_dim": 128, "head_dim_v": 256, "tile_kv": 64}, "head_dim=128"),
         ({"head_dim": 192, "tile_kv": 64, "keys_in_registers": True}, "keys_in_registers"),
         ({"head_dim": 256, "head_dim_v": 256, "tile_kv": 64}, "B of shared memory"),
-        ({"head_dim": 256, "head_dim_v": 256, "tile_kv": 64, "k_stages": 2}, "room for one K"),
         ({"q_stages": 2}, "a step holds three"),
     ],
 )

@@ -56,7 +56,6 @@ _BACKWARD_TILES: dict[tuple[int, int], dict[str, Any]] = {
     (64, 64): {
         **{"keys_in_registers": True, "keeps_thread": True, "q_stages": 4, "do_stages": 4},
         "order": ("lse", "S", "delta", "dP", "P", "dK", "dS", "write", "dQ", "dV", "add"),
-        "k_stages": 2,
     },
     # Two warpgroups would make 48 columns of dQ each; shared memory swizzles 96 in groups of 32.
     (96, 96): {"tile_kv": 64},

@@ -60,7 +60,7 @@ def compute(spec: Constexpr, op: Operands, sm: Shared, ch: Channels, mmas: Const
             steps += sweep.steps
         else:
             store_dV(spec, op, wg.regs, tile)
-        store_dK(spec, op, wg.regs, tile)
+            store_dK(spec, op, wg.regs, tile)
         tiles += 1
         ch.tile.wait_full(tiles)
         tile = Tile.read(sm.sTile, ch.tile.index(tiles))
@@ -68,45 +68,45 @@ def compute(spec: Constexpr, op: Operands, sm: Shared, ch: Channels, mmas: Const
 
 @cute.jit
 def attend_queries(wg: Constexpr, tile: Tile, sweep: Sweep, numbers: Any):
-    """All queries of all heads that see a tile of keys, and dV to memory.
+    """All queries of all heads that see a tile of keys, and its dV and dK to memory.
 
     `numbers` are the tile's, its own among those that have queries, and the first step's.
     """
     ch, regs, (tiles, loaded, first) = wg.ch, wg.regs, numbers
     last = first + sweep.steps - 1
     head, block = sweep.first()
-    if const_expr(wg.spec.k_stages > 1):
-        regs.k_slot = ch.k.index(loaded)
+    regs.k_slot = ch.k.index(loaded)
     ch.k.wait_full(loaded)
     ch.q.wait_full(first)
-    ch.v.wait_full(loaded)
     if const_expr(wg.spec.keys_in_registers):
+        ch.v.wait_full(loaded)
         regs.read_keys()
         ch.v.release(loaded)
     if const_expr(wg.spec.deterministic):
         release_tile(wg, tiles, first + 1 >= last)
-    Step(wg, tile, Place(first, first, block, first < last), None).run()
+    Step(wg, tile, Place(first, first, block, first < last), None, loaded).run()
     older = (head, block)
     for n in cutlass.range(first + 1, last + 1, unroll=1):
         before = (head, block)
         head, block = sweep.after(head, block)
         if const_expr(wg.spec.deterministic):
             release_tile(wg, tiles, n + 1 == last)
-        Step(wg, tile, Place(n, first, block, n < last), (before, older)).run()
+        Step(wg, tile, Place(n, first, block, n < last), (before, older), loaded).run()
         if const_expr(wg.spec.adds_late):
             older = before
-    if const_expr(not wg.spec.keys_in_registers):
-        ch.v.release(loaded)
     if const_expr(wg.spec.adds_late):
         add_older(wg, tile, (last - 1, *older), first)
-    multiply_dQ(wg, last)
     regs.multiply_dK(ch.q.index(last))
+    store_dV(wg.spec, wg.op, regs, tile)
+    multiply_dQ(wg, last)
     matmul.wait(1)
+    ch.q.release(last)
+    store_dK(wg.spec, wg.op, regs, tile)
+    matmul.wait(0)
+    if const_expr(wg.spec.hands_back_ds):
+        ch.ds.release(last)
     ch.k.release(loaded)
     add_dQ(wg, tile, (last, head, block))
-    store_dV(wg.spec, wg.op, regs, tile)
-    matmul.wait(0)
-    ch.q.release(last)
 
 
 @cute.jit

@@ -107,12 +107,9 @@ class Backward:
             seqlen_k=Int32(cute.size(mK, mode=[0])),
         )
         blocks = (op.seqlen_k + spec.tile_kv - 1) // spec.tile_kv
-        if const_expr(packed):
-            most = (blocks + op.batch + 1) * op.heads_k
-        else:
-            most = blocks * op.heads_k * op.batch
+        tiles = (blocks + op.batch + 1 if packed else blocks * op.batch) * op.heads_k
         self.kernel(op).launch(
-            grid=(cutlass.min(ctas, most), 1, 1),
+            grid=(cutlass.min(ctas, tiles), 1, 1),
             block=(spec.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,

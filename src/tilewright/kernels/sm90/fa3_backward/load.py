@@ -6,7 +6,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Constexpr, Float32, Int32, const_expr
+from cutlass import Constexpr, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from tilewright.kernels.sm90.fa3.load import rows_of, views, zero_rows
@@ -55,12 +55,10 @@ def load_tile(
 ) -> Int32:
     """K and V of tile number `n`, and the queries of its steps, from number `first` on."""
     spec, op, sm, ch = role.spec, role.op, role.sm, role.ch
-    # Where there is room for one K, it comes with the end of the tile before, and so last.
-    keys_first = spec.k_stages > 1
     head, block = sweep.first()
     for step in cutlass.range(first, first + sweep.steps, unroll=1):
-        if const_expr(keys_first):
-            tails = load_keys(role, tile, n, step == first, tails)
+        if step == first:
+            tails = load_keys(role, tile, n, True, tails)
         q, do = query_views(role, tile, head)
         rows = tile.seqlen_q - block * spec.tile_q
         lse, delta = (
@@ -69,21 +67,26 @@ def load_tile(
         )
         tails = load_block(role, (op.q, ch.q, q, sm.sQ, lse), step, block, rows, tails)
         tails = load_block(role, (op.dout, ch.do, do, sm.sdO, delta), step, block, rows, tails)
-        if const_expr(not keys_first):
-            tails = load_keys(role, tile, n, step == first, tails)
+        # Last what room comes last for, since all that is behind it waits too.
+        if step == first:
+            tails = load_keys(role, tile, n, False, tails)
         head, block = sweep.after(head, block)
     return tails
 
 
 @cute.jit
-def load_keys(role: Constexpr, tile: Tile, n: Int32, is_time: Boolean, tails: Int32) -> Int32:
-    """V and K of tile number `n`, if the time has come."""
+def load_keys(role: Constexpr, tile: Tile, n: Int32, is_early: Constexpr, tails: Int32) -> Int32:
+    """Those of V and K of tile number `n` that have room before the tile before ends, or the rest.
+
+    With the keys in registers, the room of V is free as soon as they are there.
+    """
     spec, op, sm, ch = role.spec, role.op, role.sm, role.ch
-    if is_time:
+    if const_expr(spec.keys_in_registers == is_early):
         v = key_view(spec, op.v, sm.sV, tile, spec.head_dim_v)
         # Rows past the end make dP of keys that are hidden, so V needs no zeros.
         none_past = Int32(spec.tile_kv)
         tails = load_block(role, (op.v, ch.v, v, sm.sV, None), n, tile.kv_block, none_past, tails)
+    if const_expr((spec.k_stages > 1) == is_early):
         k = key_view(spec, op.k, sm.sK, tile, spec.head_dim)
         keys = tile.seqlen_k - tile.kv_block * spec.tile_kv
         tails = load_block(role, (op.k, ch.k, k, sm.sK, None), n, tile.kv_block, keys, tails)

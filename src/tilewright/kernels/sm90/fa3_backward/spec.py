@@ -46,7 +46,6 @@ class BackwardSpec:
     tile_kv: int = 128
     q_stages: int = 3
     do_stages: int = 2
-    k_stages: int = 1  # with two, a tile's K comes before the one before has made its last dQ
     keys_in_registers: bool = False  # K and V are multiplied from there
     keeps_thread: bool = False  # its index, in a register: to read it takes long in a full queue
     order: tuple[str, ...] = ORDER  # of a step, over head dim 128 always the same
@@ -82,10 +81,21 @@ class BackwardSpec:
         return self.head_dim * self.tile_q // (MMA_ROWS * self.warpgroups)
 
     @property
+    def k_stages(self) -> int:
+        """Of a narrow kernel two: K comes before the last dQ of the tile before is made."""
+        return 1 if self.is_wide else 2
+
+    @property
     def ds_slots(self) -> int:
-        """Of a narrow kernel so many that none is waited for: who writes dS of step n has seen that
-        all wrote that of step n - 2, so they are done with step n - 3, which read that of n - 4."""
-        return 2 if self.is_wide else 4
+        """Of a narrow kernel four, where they fit, so that none is waited for: who writes dS of a
+        step n has seen that all wrote that of step n - 2, so they are done with step n - 3, which
+        read that of n - 4."""
+        return 4 if not self.is_wide and self._smem_bytes(4) <= SMEM_BYTES else 2
+
+    @property
+    def hands_back_ds(self) -> bool:
+        """Whether a slot of dS is written again only when all say that they have read it."""
+        return self.ds_slots < 4
 
     @property
     def adds_late(self) -> bool:
@@ -103,9 +113,12 @@ class BackwardSpec:
 
     @property
     def smem_bytes(self) -> int:
+        return self._smem_bytes(self.ds_slots)
+
+    def _smem_bytes(self, ds_slots: int) -> int:
         kv = self.tile_kv * (self.k_stages * self.head_dim + self.head_dim_v)
         q = self.tile_q * (self.q_stages * self.head_dim + self.do_stages * self.head_dim_v)
-        ds = self.ds_slots * self.tile_q * self.tile_kv
+        ds = ds_slots * self.tile_q * self.tile_kv
         p = 4 * self.tile_q * self.tile_kv if self.is_wide else 0
         first = BARRIER_BYTES + 4 * self.tile_q * (self.q_stages + self.do_stages)
         return 2 * (kv + q + ds) + p + -(-first // TILE_ALIGNMENT) * TILE_ALIGNMENT
@@ -125,8 +138,6 @@ class BackwardSpec:
             return f"tile {self.tile_q}x{self.tile_kv}: head dims over 128 take 64x64"
         if self.is_wide and self.head_dim <= 128:
             return f"head_dim={self.head_dim}: where head_dim_v is over 128, want 192 or 256"
-        if self.is_wide and self.k_stages != 1:
-            return f"k_stages={self.k_stages}: head dims over 128 leave room for one K"
         if self.is_wide and self.keys_in_registers:
             return "keys_in_registers: head dims over 128 leave no registers for keys"
         if not self.is_wide and self.q_stages < 3:

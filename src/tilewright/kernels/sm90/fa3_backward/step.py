@@ -69,10 +69,12 @@ class Multiplies:
 
 class Step:
     """Runs while the kernel is traced. `before` are the head and the block of queries of the step
-    before, and of the one before that; None in a tile's first step."""
+    before, and of the one before that; None in a tile's first step. V is that of tile `loaded`,
+    which the first step waits for and the last lets go, if it is read from shared memory."""
 
-    def __init__(self, wg: Warpgroup, tile: Tile, place: Place, before: Any):
+    def __init__(self, wg: Warpgroup, tile: Tile, place: Place, before: Any, loaded: Int32):
         self.wg, self.tile, self.place, self.before = wg, tile, place, before
+        self.loaded = loaded
         self.under_way = Multiplies()
         self.acc_S: Any = None
         self.acc_dP: Any = None
@@ -83,6 +85,7 @@ class Step:
         self.is_dO_there: Any = None
         self.read_by_dK = False  # Q of the step before, as far as multiplies are issued
         self.holds_Q = before is not None  # that Q
+        self.holds_V = not wg.spec.keys_in_registers
 
     def run(self) -> None:
         order = list(self.wg.spec.order)
@@ -97,6 +100,8 @@ class Step:
         self.under_way.wait_for("dV")
         self.wg.ch.do.release(self.place.n)
         matmul.wait(0)
+        if self.wg.spec.hands_back_ds and self.before is not None:
+            self.wg.ch.ds.release(self.place.n - 1)
 
     def _lse(self) -> None:
         if not self.wg.spec.has_softcap:
@@ -125,10 +130,13 @@ class Step:
         self._wait_for_dO()
         self.under_way.wait_for("dP")
         self._release_Q()
+        self._release_V()
         self.delta = self.wg.regs.numbers(self.wg.sm.sDelta, self.wg.ch.do.index(self.place.n))
 
     def _dP(self) -> None:
         self._wait_for_dO()
+        if self.before is None and self.holds_V:
+            self.wg.ch.v.wait_full(self.loaded)
         self.acc_dP = self.wg.regs.multiply_dP(self.wg.ch.do.index(self.place.n))
         self.under_way.issued("dP")
 
@@ -140,6 +148,7 @@ class Step:
         wg, n = self.wg, self.place.n
         self.under_way.wait_for("dP")
         self._release_Q()
+        self._release_V()
         if wg.spec.has_softcap:
             make_capped_P(wg, self.acc_S, wg.regs.numbers(wg.sm.sLSE, wg.ch.q.index(n)))
         dP = matmul.as_rows(self.acc_dP)
@@ -151,6 +160,8 @@ class Step:
         self.under_way.wait_for("dK")
         self._release_Q()
         wg.regs.rdS.store(self.acc_dP.load().to(wg.regs.rdS.element_type))
+        if wg.spec.hands_back_ds:
+            wg.ch.ds.wait_empty(n)
         wg.regs.write_dS(wg.ch.ds.index(n))
         # Orders dS's writes before the multiplies that read them.
         cute.arch.fence_proxy("async.shared", space="cta")
@@ -183,6 +194,13 @@ class Step:
             wait_unless(self.is_dO_there, self.wg.ch.do, self.place.n)
             self.has_dO = True
 
+    def _release_V(self) -> None:
+        """Let V go in a tile's last step, if dP is done."""
+        is_read = self.acc_dP is not None and "dP" not in self.under_way.names
+        if self.holds_V and is_read:
+            release_last(self.wg.ch.v, self.loaded, self.place.has_next)
+            self.holds_V = False
+
     def _release_Q(self) -> None:
         """Let the Q of the step before go, if dK, the last to read it, is done."""
         if self.holds_Q and self.read_by_dK and "dK" not in self.under_way.names:
@@ -194,6 +212,12 @@ class Step:
 def wait_for_next(is_there: Boolean, has_next: Boolean, wg: Constexpr, n: Int32):
     if has_next & (not is_there):
         wg.ch.q.wait_full(n)
+
+
+@cute.jit
+def release_last(ring: Constexpr, n: Int32, has_next: Boolean):
+    if not has_next:
+        ring.release(n)
 
 
 @cute.jit
