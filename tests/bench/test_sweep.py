@@ -63,9 +63,9 @@ def test_without_choices_there_is_the_dispatchers_kernel(direction: str) -> None
 
 def test_an_order_is_words_and_an_illegal_one_is_left_out() -> None:
     orders = [
-        "lse S add dK P dP dV dS write dQ",
-        "lse S dK add P dP dV dS write dQ",
-        "lse S add dK P dP dV write dS dQ",
+        "lse S add dK P dP dV delta dS write dQ",
+        "lse S dK add P dP dV delta dS write dQ",
+        "lse S add dK P dP dV delta write dS dQ",
     ]
     spec = sweep.spec_of(CAUSAL, "backward")
     assert isinstance(spec, BackwardSpec)
@@ -103,7 +103,7 @@ def test_variants_of_the_other_pass_do_not_fit(tmp_path: Path) -> None:
 
 
 def test_orders_are_told_apart_by_their_words(tmp_path: Path) -> None:
-    choice = "order=lse S add dK P dP dV dS write dQ,lse S dK add P dP dV dS write dQ"
+    choice = "order=lse S add dK P dP dV delta dS write dQ,lse S dK add P dP dV delta dS write dQ"
     fill(tmp_path, sweep.varied(sweep.spec_of(CAUSAL, "backward"), [choice]), "backward")
     found = sweep.fitting([tmp_path], CAUSAL, "backward")
     assert set(found) == {f"order={order}" for order in choice.removeprefix("order=").split(",")}

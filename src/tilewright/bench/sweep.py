@@ -9,7 +9,7 @@ backward's main kernel, else of the forward's. On a machine with the compiler,
 
 fills it with all combinations, and on one with the GPU the same without --make and --vary times
 them in turns, beside peers and cuBLAS. An order is given as words, with spaces between them:
---vary "order=lse S add dK P dP dV dS write dQ,lse S dK add P dP dV dS write dQ".
+--vary "order=lse S add dK P dP dV delta dS write dQ,lse S dK add P dP dV delta dS write dQ".
 
 Of the backward, the whole pass is timed. The forward before it, and the kernels before and after
 the main one, are what any call would load: from TILEWRIGHT_BUNDLE, the cache or the compiler.
