@@ -6,6 +6,7 @@ Copies and multiplies complete as early as they may, as late as they may, and at
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -24,6 +25,13 @@ KERNELS = [x for x in catalog.kernels("sm_90a") if x.family == catalog.FA3_BACKW
 FLOAT16, BFLOAT16 = ([x for x in KERNELS if x.spec.dtype == t] for t in DTYPES)
 # The last that the catalog lists of a head dim.
 FLOAT16_TO_RUN = list({(x.spec.head_dim, x.spec.head_dim_v): x for x in FLOAT16}.values())
+# Those of dense calls under a causal mask.
+IN_TURNS = [
+    x
+    for x in BFLOAT16
+    if x.spec.deterministic
+    and (x.spec.bounded_left, x.spec.bounded_right, x.spec.packed) == (False, True, False)
+]
 ORDERS = ("eager", "late", "random")
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("entry_of")]
@@ -49,6 +57,16 @@ def test_every_kernel_in_every_order(kernel: Kernel) -> None:
             assert torch.equal(a, b) or not kernel.spec.deterministic
         assert_right(other, kernel.spec, small)
     assert_right(first, kernel.spec, small)
+
+
+@pytest.mark.parametrize("kernel", IN_TURNS, ids=str)
+def test_turns_of_heads_that_share_keys(kernel: Kernel) -> None:
+    """Tiles then go through the queries the other way round, and take turns in the other order."""
+    small = replace(small_problems(kernel.spec)["edges"], heads=(2, 1), ctas=2)
+    first, *others = (emulate(kernel, small, order) for order in ORDERS)
+    assert_right(first, kernel.spec, small)
+    for other, at in product(others, first.work.at):
+        assert torch.equal(rows_of(other.work.dq_sum)[at], rows_of(first.work.dq_sum)[at])
 
 
 @pytest.mark.parametrize("kernel", BFLOAT16, ids=str)

@@ -21,9 +21,10 @@ SPILLS = {
         Path(__file__).with_name("resources.toml").read_text(encoding="utf-8")
     ).get("spill", [])
 }
-# Multiplies of a warpgroup, loads by TMA, setmaxnreg; additions to dQ in memory. Not: local memory.
+# Multiplies of a warpgroup, loads by TMA, setmaxnreg; additions to dQ in memory, and both sides of
+# a programmatic dependent launch. Not: local memory.
 WANTED = {"HGMMA", "UTMALDG", "USETMAXREG"}
-WANTED_BACKWARD = WANTED | {"REDG"}
+WANTED_BACKWARD = WANTED | {"REDG", "ACQBULK", "PREEXIT"}
 UNWANTED = {"LDL", "STL"}
 
 EntryOf = Callable[[Kernel], Entry]
