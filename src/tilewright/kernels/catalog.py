@@ -110,6 +110,9 @@ def tiled_backward(spec: BackwardSpec) -> BackwardSpec:
     how = dict(_BACKWARD_TILES[spec.head_dim, spec.head_dim_v])
     if spec.has_softcap:
         how["order"] = _CAPPED_ORDER
+    if spec.bounded_left:
+        # A left bound takes the register that the thread's index would be kept in.
+        how["keeps_thread"] = False
     return replace(spec, **how)
 
 

@@ -75,7 +75,7 @@ def attend_queries(wg: Constexpr, tile: Tile, sweep: Sweep, numbers: Any):
     ch, regs, (tiles, loaded, first) = wg.ch, wg.regs, numbers
     last = first + sweep.steps - 1
     head, block = sweep.first()
-    regs.k_slot = ch.k.index(loaded)
+    regs.begin_tile(tile, ch.k.index(loaded))
     ch.k.wait_full(loaded)
     ch.q.wait_full(first)
     if const_expr(wg.spec.keys_in_registers):
@@ -88,7 +88,7 @@ def attend_queries(wg: Constexpr, tile: Tile, sweep: Sweep, numbers: Any):
     older = (head, block)
     for n in cutlass.range(first + 1, last + 1, unroll=1):
         before = (head, block)
-        head, block = sweep.after(head, block)
+        head, block = sweep.after(wg.spec, head, block)
         if const_expr(wg.spec.deterministic):
             release_tile(wg, tiles, n + 1 == last)
         Step(wg, tile, Place(n, first, block, n < last), (before, older), loaded).run()

@@ -70,7 +70,7 @@ def load_tile(
         # Last what room comes last for, since all that is behind it waits too.
         if step == first:
             tails = load_keys(role, tile, n, False, tails)
-        head, block = sweep.after(head, block)
+        head, block = sweep.after(spec, head, block)
     return tails
 
 

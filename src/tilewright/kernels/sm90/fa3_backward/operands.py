@@ -130,12 +130,15 @@ def query_blocks(spec: Any, op: Operands, tile: Tile) -> tuple[Int32, Int32]:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Which queries a tile of keys visits, and in which order: all heads of a block, then the next.
+    """Which queries a tile of keys visits, and in which order.
 
-    Where heads share keys, from the last block to the first: tiles of the same keys' head begin
-    with the same queries, whatever a mask hides of their first, and stay together, so that of Q, dO
-    and the sums of dQ little is in use at a time. One head is little; there each tile begins where
-    the mask lets it, so that few add to one block at once.
+    Where heads share keys, all heads of a block, then the next, from the last block to the first:
+    tiles of the same keys' head begin with the same queries, whatever a mask hides of their first,
+    and stay together, so that of Q, dO and the sums of dQ little is in use at a time. A left bound
+    hides last queries too. There one head comes after the other, from the first block on: tiles
+    have as many blocks as their neighbours, and so stay a few behind them in each head. One head is
+    little by itself; there too each tile begins where the mask lets it, so that few add to one
+    block at once.
     """
 
     head: Int32  # the group's first
@@ -147,7 +150,8 @@ class Sweep:
     @classmethod
     def of(cls, spec: Any, op: Operands, tile: Tile) -> Sweep:
         group = op.heads_q // op.heads_k
-        return cls(tile.head * group, group, *query_blocks(spec, op, tile), shares_keys(op))
+        blocks = query_blocks(spec, op, tile)
+        return cls(tile.head * group, group, *blocks, begins_together(spec, op))
 
     @property
     def steps(self) -> Int32:
@@ -158,8 +162,12 @@ class Sweep:
         last = self.begin + self.count - 1
         return self.head, Int32(cutlass.select_(self.descends, last, self.begin))
 
-    def after(self, head: Int32, block: Int32) -> tuple[Int32, Int32]:
+    def after(self, spec: Any, head: Int32, block: Int32) -> tuple[Int32, Int32]:
         """The head and the block that follow."""
+        if spec.bounded_left:
+            is_last = block + 1 == self.begin + self.count
+            head = Int32(cutlass.select_(is_last, head + 1, head))
+            return head, Int32(cutlass.select_(is_last, self.begin, block + 1))
         is_last = head + 1 == self.head + self.group
         following = Int32(cutlass.select_(self.descends, block - 1, block + 1))
         block = Int32(cutlass.select_(is_last, following, block))
@@ -169,7 +177,7 @@ class Sweep:
 def turn(spec: Any, op: Operands, tile: Tile, q_block: Int32) -> Int32:
     """How many tiles add to a query block's dQ before this one: those of later keys.
 
-    Where heads share keys, those of earlier ones: see `schedule.order`.
+    Where tiles begin together, those of earlier ones: see `schedule.order`.
     """
     first_key, last_key = Int32(0), tile.seqlen_k - 1
     if spec.bounded_left:
@@ -181,9 +189,9 @@ def turn(spec: Any, op: Operands, tile: Tile, q_block: Int32) -> Int32:
         last_key = cutlass.min(position + op.window_right, last_key)
     earlier = tile.kv_block - first_key // spec.tile_kv
     later = last_key // spec.tile_kv - tile.kv_block
-    return Int32(cutlass.select_(shares_keys(op), earlier, later))
+    return Int32(cutlass.select_(begins_together(spec, op), earlier, later))
 
 
-def shares_keys(op: Operands) -> Boolean:
-    """Whether a head of keys has several of queries."""
-    return op.heads_q != op.heads_k
+def begins_together(spec: Any, op: Operands) -> Boolean:
+    """Whether all tiles of a head visit its last block of queries first."""
+    return Boolean(False) if spec.bounded_left else op.heads_q != op.heads_k

@@ -11,8 +11,8 @@ from cutlass.cute.nvgpu import warp
 from tilewright.kernels.blocks.carried import Unchanged
 from tilewright.kernels.sm90 import matmul
 from tilewright.kernels.sm90.fa3_backward.load import transposed
-from tilewright.kernels.sm90.fa3_backward.operands import Shared
-from tilewright.kernels.sm90.fa3_backward.spec import BackwardSpec
+from tilewright.kernels.sm90.fa3_backward.operands import Shared, Tile
+from tilewright.kernels.sm90.fa3_backward.spec import BackwardSpec, padded_start
 
 FRAGMENT = 4  # floats of an octet of columns that a thread holds, and adds to dQ at once
 FRAGMENT_BYTES = 4 * FRAGMENT
@@ -47,7 +47,6 @@ class Registers(Unchanged):
             )
         )
         self.sK, self.sV = sK, sV
-        self.k_slot: Any = 0  # of this tile
         sK_first = sK[None, None, 0] if spec.keys_in_registers else sK
         self.tSrK = self.mma_S.make_fragment_A(part_S.partition_A(sK_first))
         self.tSrQ = self.mma_S.make_fragment_B(part_S.partition_B(sm.sQ))
@@ -81,6 +80,13 @@ class Registers(Unchanged):
         self.store_dS = store_dS
         self.part_store = cute.make_tiled_copy_C(store_dS, self.mma_S).get_slice(thread)
         self.sdS = cute.local_tile(sm.sdS, (matmul.ROWS, spec.tile_q, spec.ds_slots), (w, 0, 0))
+
+    def begin_tile(self, tile: Tile, k_slot: Any) -> None:
+        """Keep what a tile's steps have in common: its K's slot, and where dQ's sums begin."""
+        self.k_slot = k_slot
+        if self.spec.packed:
+            # One number for two: registers are few.
+            self.first_unit = padded_start(tile.q_start, tile.batch) // matmul.ROWS
 
     def read_keys(self) -> None:
         """smem K and V -> registers, where the multiplies take them from there."""

@@ -5,12 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Constexpr, Int32, const_expr
+from cutlass import Boolean, Constexpr, Int32, const_expr
 
 from tilewright.kernels.sm90.fa3 import schedule as forward
 from tilewright.kernels.sm90.fa3.operands import Lengths
-from tilewright.kernels.sm90.fa3_backward.operands import Channels, Operands, Shared
+from tilewright.kernels.sm90.fa3_backward.operands import (
+    Channels,
+    Operands,
+    Shared,
+    begins_together,
+)
 from tilewright.kernels.sm90.fa3_backward.spec import BackwardSpec
 
 
@@ -48,15 +54,17 @@ def order(spec: BackwardSpec, op: Operands) -> Order:
     #
     # The first keys are those that most queries see. But sums in a fixed order go from the last
     # keys to the first: so none waits for one that began with it and reaches the block later. Where
-    # heads share keys, all that begin together begin with the same block, and in any order.
-    is_last_longest = spec.bounded_left and not spec.bounded_right
+    # tiles begin with the same block, the first keys may be first.
+    last_first: Any = spec.bounded_left and not spec.bounded_right
+    if spec.deterministic:
+        last_first = cutlass.select_(begins_together(spec, op), Boolean(False), Boolean(True))
     return Order(
         spec.packed,
         spec.bounded_right or spec.deterministic,
         spec.tile_kv,
         3 * spec.head_dim,
         spec.head_dim_v,
-        longest_first=op.heads_q == op.heads_k if spec.deterministic else is_last_longest,
+        longest_first=last_first,
         tiles_per_cta=1,
     )
 

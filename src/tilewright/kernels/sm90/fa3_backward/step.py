@@ -38,7 +38,6 @@ from tilewright.kernels.sm90.fa3_backward.scores import (
     make_dS,
     make_P,
 )
-from tilewright.kernels.sm90.fa3_backward.spec import padded_start
 from tilewright.kernels.sm90.fa3_backward.turns import end_turn
 
 
@@ -247,8 +246,9 @@ def add_dQ(wg: Warpgroup, tile: Tile, step: Any) -> None:
     """
     spec, op, (n, head, block) = wg.spec, wg.op, step
     outer = (head,) if spec.packed else (head, tile.batch)
-    first = padded_start(tile.q_start, tile.batch) if spec.packed else Int32(0)
-    unit = (first + block * spec.tile_q) // matmul.ROWS
+    unit = (Int32(0) + block * spec.tile_q) // matmul.ROWS
+    if spec.packed:
+        unit = wg.regs.first_unit + block * (spec.tile_q // matmul.ROWS)
     if spec.tile_q != matmul.ROWS:
         unit += wg.regs.w
     # What all threads share is kept apart, for the sake of the uniform datapath.

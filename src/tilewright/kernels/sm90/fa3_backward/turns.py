@@ -44,7 +44,7 @@ def take_turns(spec: Constexpr, op: Operands, sm: Shared, ch: Channels):
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(ch.turn.full(steps))
             steps += 1
-            head, block = sweep.after(head, block)
+            head, block = sweep.after(spec, head, block)
         tiles += 1
         ch.tile.wait_full(tiles)
         tile = Tile.read(sm.sTile, ch.tile.index(tiles))
@@ -70,7 +70,7 @@ def count_additions(spec: Constexpr, op: Operands, sm: Shared, ch: Channels):
                 done = additions(role, tile, head, block)
                 cute.arch.atomic_add(done, Int32(1), sem="release", scope="gpu")
             steps += 1
-            head, block = sweep.after(head, block)
+            head, block = sweep.after(spec, head, block)
         tiles += 1
         ch.tile.wait_full(tiles)
         tile = Tile.read(sm.sTile, ch.tile.index(tiles))

@@ -105,6 +105,7 @@ def attend_tiles(wg: Constexpr):
 def attend_queries(wg: Constexpr, tile: Tile, sweep: Sweep, numbers: Any):
     """All queries of all heads that see a tile of keys; `numbers` as in `compute.py`."""
     ch, regs, (tiles, loaded, steps) = wg.ch, wg.regs, numbers
+    regs.begin_tile(tile, 0)
     last = steps + sweep.steps - 1
     head, block = sweep.first()
     ch.k.wait_full(loaded)
@@ -116,7 +117,7 @@ def attend_queries(wg: Constexpr, tile: Tile, sweep: Sweep, numbers: Any):
     attend_block(wg, tile, (steps, head, block), None, steps < last)
     for n in cutlass.range(steps + 1, last + 1, unroll=1):
         before = n - 1, head, block
-        head, block = sweep.after(head, block)
+        head, block = sweep.after(wg.spec, head, block)
         if const_expr(wg.spec.deterministic):
             release_tile(wg, tiles, n + 1 == last)
         attend_block(wg, tile, (n, head, block), before, n < last)
