@@ -64,8 +64,9 @@ _BACKWARD_TILES: dict[tuple[int, int], dict[str, Any]] = {
     (192, 192): {"tile_kv": 64, "q_stages": 3, "do_stages": 3},
     (256, 256): {"tile_kv": 64, "q_stages": 2, "do_stages": 2},
 }
-# With a softcap P comes with dS: see `scores.cap`.
-_CAPPED_ORDER = ("lse", "S", "add", "dK", "P", "dP", "delta", "dS", "dV", "write", "dQ")
+# With a softcap P comes with dS: see `scores.cap`. And it takes a register less, which a window over
+# packed rows has not to spare at head dim 128.
+_DS_BEFORE_DV = ("lse", "S", "add", "dK", "P", "dP", "delta", "dS", "dV", "write", "dQ")
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,8 @@ def tiled(spec: ForwardSpec, seqlen_q: int) -> ForwardSpec:
 def tiled_backward(spec: BackwardSpec) -> BackwardSpec:
     """The same for a main kernel of the backward."""
     how = dict(_BACKWARD_TILES[spec.head_dim, spec.head_dim_v])
-    if spec.has_softcap:
-        how["order"] = _CAPPED_ORDER
+    if spec.has_softcap or (spec.head_dim == 128 and spec.bounded_left and spec.packed):
+        how["order"] = _DS_BEFORE_DV
     if spec.bounded_left:
         # A left bound takes the register that the thread's index would be kept in.
         how["keeps_thread"] = False
