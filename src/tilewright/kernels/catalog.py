@@ -64,8 +64,8 @@ _BACKWARD_TILES: dict[tuple[int, int], dict[str, Any]] = {
     (192, 192): {"tile_kv": 64, "q_stages": 3, "do_stages": 3},
     (256, 256): {"tile_kv": 64, "q_stages": 2, "do_stages": 2},
 }
-# With a softcap P comes with dS: see `scores.cap`. And it takes a register less, which a window over
-# packed rows has not to spare at head dim 128.
+# With a softcap P comes with dS: see `scores.cap`. And it takes a register less, which a window
+# over packed rows has not to spare at head dim 128.
 _DS_BEFORE_DV = ("lse", "S", "add", "dK", "P", "dP", "delta", "dS", "dV", "write", "dQ")
 
 
