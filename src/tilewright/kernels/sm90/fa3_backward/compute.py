@@ -113,8 +113,7 @@ def attend_queries(wg: Constexpr, tile: Tile, sweep: Sweep, numbers: Any):
 def release_tile(wg: Constexpr, tiles: Int32, is_time: Boolean):
     """Let the tile after number `tiles` be taken now: two steps before this one ends.
 
-    In turns others wait for what is taken. Without them it is taken as this one begins, so that its
-    loads are in time.
+    In turns others wait for what is taken. Without them the warp that loads says when.
     """
     if is_time:
         wg.ch.tile.release(tiles)

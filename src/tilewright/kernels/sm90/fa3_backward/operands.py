@@ -49,7 +49,7 @@ class Shared:
 
     sQ: cute.Tensor  # (q, d, stage)
     sdO: cute.Tensor  # (q, d, stage)
-    sK: cute.Tensor  # (kv, d, 1)
+    sK: cute.Tensor  # (kv, d, slot)
     sV: cute.Tensor  # (kv, d, 1)
     sdS: cute.Tensor  # (kv, q, slot)
     sLSE: cute.Tensor  # (q, stage)
