@@ -91,8 +91,8 @@ def balanced_orders(names: Sequence[str]) -> Iterator[list[str]]:
     """An order for each round, in which everybody runs behind everybody else equally often.
 
     Whoever runs behind somebody finds the caches, the allocator and the power budget as that one
-    left them: at its power limit, a board is 3 % faster behind a contender that has let it cool. As
-    many orders as there are names are balanced, or twice as many if those are an odd number.
+    left them: on a board at its power limit, two copies of one kernel differed by 3 %. As many
+    orders as there are names are balanced, or twice as many if those are an odd number.
     Source: E. J. Williams, Australian Journal of Scientific Research A 2, 1949, 149-168.
     """
     number = len(names)

@@ -246,7 +246,7 @@ def add_dQ(wg: Warpgroup, tile: Tile, step: Any) -> None:
     """
     spec, op, (n, head, block) = wg.spec, wg.op, step
     outer = (head,) if spec.packed else (head, tile.batch)
-    unit = (Int32(0) + block * spec.tile_q) // matmul.ROWS
+    unit = block * spec.tile_q // matmul.ROWS
     if spec.packed:
         unit = wg.regs.first_unit + block * (spec.tile_q // matmul.ROWS)
     if spec.tile_q != matmul.ROWS:
