@@ -14,7 +14,7 @@ Run = Callable[[], object]
 Clock = Callable[[Run, int], float]  # milliseconds a launch, of that many launches in a row
 Span = tuple[float, float]  # of time.perf_counter
 
-HEAD_START = 200_000  # GPU clock cycles, about 0.1 ms
+HEAD_START = 2_000_000  # GPU clock cycles, about 1 ms
 
 
 @dataclass(frozen=True)

@@ -64,11 +64,12 @@ def count_additions(spec: Constexpr, op: Operands, sm: Shared, ch: Channels):
         for _ in cutlass.range(sweep.steps, unroll=1):
             ch.added.wait_full(steps)
             ch.added.release(steps)
-            # Orders the additions of all warps, who arrived after them, before the count.
+            # Orders the additions of all warps, who arrived after them, before the count. To release
+            # the count would order them once more, and take as long again.
             cute.arch.fence_acq_rel_gpu()
             if cute.arch.lane_idx() == 0:
                 done = additions(role, tile, head, block)
-                cute.arch.atomic_add(done, Int32(1), sem="release", scope="gpu")
+                cute.arch.atomic_add(done, Int32(1), sem="relaxed", scope="gpu")
             steps += 1
             head, block = sweep.after(spec, head, block)
         tiles += 1
