@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.launch.contract import PROCESSORS
-from tests.launch.standin import StandIn, poisoned_empty
+from tests.launch.standin import StandIn, poison, poisoned_empty
 from tilewright import jit, lane
 from tilewright.launch import device, fa3, fa3_backward
 from tilewright.torch_ops import ops
@@ -42,6 +42,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
         patch.setattr(device, "current", lambda: None)
         patch.setattr(torch.cuda, "current_stream", lambda where: nothing)
         patch.setattr(torch, "empty", poisoned_empty)
+        allocator = device.allocator
+        patch_allocators(patch, lambda *what: lambda: poison(allocator(*what)()))
         yield standin
     forget()
 
@@ -50,13 +52,23 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Memory is NaN, or -1, before it is written; lists how many times some was asked for."""
     asked = []
-    empty = torch.empty
 
-    def poisoned_empty(*args: Any, **kwargs: Any) -> Tensor:
-        asked.append(1)
-        x = empty(*args, **kwargs)
-        return x.fill_(torch.nan if x.is_floating_point() else -1)
+    def poisoned(empty: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def asking(*args: Any, **kwargs: Any) -> Tensor:
+            asked.append(1)
+            return poison(empty(*args, **kwargs))
 
+        return asking
+
+    allocator = device.allocator
+    forget()  # what was prepared allocates as it did then
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", poisoned_empty)
+        patch.setattr(torch, "empty", poisoned(torch.empty))
+        patch_allocators(patch, lambda *what: poisoned(allocator(*what)))
         yield asked
+    forget()
+
+
+def patch_allocators(patch: pytest.MonkeyPatch, allocator: Callable[..., Any]) -> None:
+    for module in (fa3, fa3_backward):
+        patch.setattr(module, "allocator", allocator)

@@ -75,6 +75,7 @@ def stages(where: str) -> dict[str, Callable[[], Any]]:
     problem, _ = call.plan()
     launch = fa3._launch(problem, q.device, 0)
     out, lse = prepared(operands)
+    new_out, new_lse = (device.allocator(x.shape, x.dtype, q.device) for x in (out, lse))
     return {
         "SDPA": lambda: scaled_dot_product_attention(*heads_first, is_causal=True),
         "attention": lambda: attention(q, k, v, causal=True, backend="fa3"),
@@ -83,10 +84,7 @@ def stages(where: str) -> dict[str, Callable[[], Any]]:
         ),
         "  the key": lambda: lane._key(operands[:4], (), options),
         "  a prepared call": lambda: prepared(operands),
-        "    memory for out and lse": lambda: (
-            torch.empty(1, 16, 2, 64, dtype=q.dtype, device=q.device),
-            torch.empty(1, 2, 16, dtype=torch.float32, device=q.device),
-        ),
+        "    memory for out and lse": lambda: (new_out(), new_lse()),
         "    the launch": lambda: launch(operands, out, lse),
         "      the tile counter": lambda: device.tile_counter(q.device),
         "the operator": lambda: calls.run(calls.dense(q, k, v, Options(*options)), False),

@@ -85,10 +85,14 @@ def compute(kernel: Kernel, given: dict[str, Any]) -> None:
     given["lse"].copy_(lse)
 
 
+def poison(x: Tensor) -> Tensor:
+    """Memory that was not written yet, with NaN for garbage."""
+    return x.fill_(torch.nan if x.is_floating_point() else -1)
+
+
 def poisoned_empty(*args: Any, **kwargs: Any) -> Tensor:
-    """`torch.empty` with NaN for garbage."""
-    x = torch.Tensor.new_empty(torch.ones((), dtype=kwargs.get("dtype")), args)
-    return x.fill_(torch.nan) if x.is_floating_point() else x.fill_(-1)
+    """`torch.empty` so."""
+    return poison(torch.Tensor.new_empty(torch.ones((), dtype=kwargs.get("dtype")), args))
 
 
 CONTRACTS = {

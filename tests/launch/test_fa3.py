@@ -332,6 +332,7 @@ def test_launches_that_are_captured_share_nothing(
     hopper: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device, "is_capturing", lambda: True)
+    monkeypatch.setattr(device, "stream", lambda where: 1)  # not the default one
     for _ in range(2):
         attention(*qkv(), backend="fa3")
     first, second = hopper.calls

@@ -14,7 +14,8 @@ from tilewright import jit
 from tilewright.kernels import catalog
 from tilewright.kernels.sm90.fa3.spec import ForwardSpec
 from tilewright.launch import device
-from tilewright.launch.readable import MULTIPLE, for_tma, in_a_row, is_aligned, legal_strides
+from tilewright.launch.device import allocator
+from tilewright.launch.readable import ALIGNMENT, MULTIPLE, for_tma, in_a_row, legal_strides
 from tilewright.masks import Mask
 from tilewright.operands import Operands
 from tilewright.problem import AttentionProblem
@@ -97,13 +98,10 @@ Launch = Callable[[Sequence[Any], Tensor, Tensor], None]
 
 @lru_cache(maxsize=4096)
 def _launch(problem: AttentionProblem, where: torch.device, used: int) -> Launch:
-    """`used` as `used_lengths` has it."""
+    """On `where`, when it is the current device. `used` as `used_lengths` has it."""
     run, rest = jit.load(kernel(problem)), scalars(problem, where, used)
 
     def launch(operands: Sequence[Any], out: Tensor, lse: Tensor) -> None:
-        if device.current() != where.index:
-            with torch.cuda.device(where):
-                return launch(operands, out, lse)
         q, k, v, sink = operands[:4]
         # TVM FFI takes the stream from PyTorch: the current one of the device that q is on.
         run(
@@ -155,6 +153,9 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tens
     """
     q = operands.q
     of_out, of_lse = _shapes(operands)
+    if device.current() != q.device.index:
+        with torch.cuda.device(q.device):
+            return forward(problem, operands)
     out = torch.empty(*of_out, dtype=q.dtype, device=q.device)
     lse = torch.empty(*of_lse, dtype=torch.float32, device=q.device)
     if 0 in of_out:
@@ -173,19 +174,21 @@ def prepare(
     What those decide is decided here. It takes operands in the order of `Operands`, none of them
     with PyTorch's negative bit.
     """
-    dtype, where = like.q.dtype, like.q.device
-    of_out, of_lse = _shapes(like)
-    is_empty = problem.batch == 0 or 0 in of_out or 0 in like.k.shape
+    where = like.q.device
+    shapes = _shapes(like)
+    is_empty = problem.batch == 0 or 0 in shapes[0] or 0 in like.k.shape
     if is_empty or problem.scoring.scale <= 0 or not has_readable_strides(like):
         return lambda operands: forward(problem, Operands(*operands))
     launch = _launch(problem, where, used_lengths(like))
+    dtypes = like.q.dtype, torch.float32
+    new_out, new_lse = (allocator(*x, where) for x in zip(shapes, dtypes, strict=True))
 
     def run(operands: Sequence[Any]) -> tuple[Tensor, Tensor]:
         q, k, v = operands[:3]
-        if not (is_aligned(q) and is_aligned(k) and is_aligned(v)):
+        addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
+        if addresses % ALIGNMENT or device.current() != where.index:
             return forward(problem, Operands(*operands))
-        out = torch.empty(*of_out, dtype=dtype, device=where)
-        lse = torch.empty(*of_lse, dtype=torch.float32, device=where)
+        out, lse = new_out(), new_lse()
         launch(operands, out, lse)
         return out, lse
 

@@ -20,6 +20,7 @@ from tilewright.kernels import catalog
 from tilewright.kernels.sm90.fa3.spec import MMA_ROWS
 from tilewright.kernels.sm90.fa3_backward.spec import BackwardSpec, RowsSpec, padded_rows
 from tilewright.launch import device, fa3
+from tilewright.launch.device import Allocate, allocator
 from tilewright.launch.readable import ALIGNMENT, for_tma, is_aligned
 from tilewright.operands import Gradients, Operands, Saved
 from tilewright.problem import AttentionProblem
@@ -63,10 +64,9 @@ class Launches(NamedTuple):
     used: int
     scalars: tuple[Any, ...]  # of main
     scalars_of_finish: tuple[Any, ...]
-    # Shapes: of a number a row in the workspace, of dq's sums, of turns if there are any.
-    rows: tuple[int, ...]
-    sums: tuple[int, ...]
-    turns: tuple[int, ...] | None
+    workspace: tuple[Allocate, Allocate, Allocate, Allocate]
+    turns: tuple[int, ...] | None  # the shape, if there are any
+    gradients: tuple[Allocate, Allocate, Allocate]  # of q, k and v
 
 
 class Workspace(NamedTuple):
@@ -79,8 +79,10 @@ class Workspace(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _launches(problem: AttentionProblem, where: torch.device, used: int, rows: int) -> Launches:
-    """`rows` are q's: of a sequence, or of all packed ones."""
+def _launches(
+    problem: AttentionProblem, where: torch.device, used: int, rows: tuple[int, int]
+) -> Launches:
+    """`rows` are those of q and k: of a sequence, or of all packed ones."""
     _, main, _ = kernels(problem)
     return _launches_around(partial(jit.load, main), main.spec, problem, where, used, rows)
 
@@ -91,13 +93,22 @@ def _launches_around(
     problem: AttentionProblem,
     where: torch.device,
     used: int,
-    rows: int,
+    rows: tuple[int, int],
 ) -> Launches:
     """With a main kernel that is compiled from `spec`."""
     prepare, _, finish = _kernels_around(spec)
     is_packed = problem.layout == "varlen"
-    outer = (problem.heads_q,) if is_packed else (problem.batch, problem.heads_q)
-    padded = padded_rows(rows, problem.batch if is_packed else 0)
+    batch = () if is_packed else (problem.batch,)
+    outer = (*batch, problem.heads_q)
+    padded = padded_rows(rows[0], problem.batch if is_packed else 0)
+    a_row = allocator((*outer, padded), torch.float32, where)
+    sums = (*outer, padded // MMA_ROWS, spec.head_dim // OCTET, *FRAGMENT)
+    gradients = (
+        (rows[0], problem.heads_q, problem.head_dim),
+        (rows[1], problem.heads_k, problem.head_dim),
+        (rows[1], problem.heads_k, problem.head_dim_v),
+    )
+    dtype = getattr(torch, problem.dtype)
     scalars = fa3.scalars(problem, where, used)
     return Launches(
         prepare=jit.load(prepare),
@@ -107,8 +118,11 @@ def _launches_around(
         scalars=scalars,
         # The scale has its sign there, and the CTAs are one a tile.
         scalars_of_finish=(float(problem.scoring.scale), *scalars[:-1]),
-        rows=(*outer, padded),
-        sums=(*outer, padded // MMA_ROWS, spec.head_dim // OCTET, *FRAGMENT),
+        workspace=(
+            *(a_row, a_row, allocator(sums, torch.float32, where)),
+            allocator((1,), torch.int32, where),
+        ),
+        gradients=tuple(allocator((*batch, *x), dtype, where) for x in gradients),
         turns=(*outer, padded // spec.tile_q) if spec.deterministic else None,
     )
 
@@ -126,7 +140,7 @@ def backward(
             return backward(problem, operands, saved, needs)
     if problem.batch == 0 or 0 in q.shape or 0 in operands.k.shape:
         return _without_pairs(operands, saved, needs)
-    run = _launches(problem, where, fa3.used_lengths(operands), q.shape[-3])
+    run = _launches(problem, where, fa3.used_lengths(operands), _rows(operands))
     out, lse, dout, dlse = saved
     grads = _launch(
         run,
@@ -152,11 +166,11 @@ def prepare(
     What those decide is decided here; `fa3.prepare` says what it takes. A hook on saved tensors may
     have put other strides in their place, and what flows back has any: both are looked at.
     """
-    where, rows, shape = like.q.device, like.q.shape[-3], (*like.q.shape[:-1], like.v.shape[-1])
+    where, shape = like.q.device, (*like.q.shape[:-1], like.v.shape[-1])
     is_empty = problem.batch == 0 or 0 in like.q.shape or 0 in like.k.shape
     if is_empty or problem.scoring.scale <= 0 or not fa3.has_readable_strides(like):
         return lambda operands, saved, needs: backward(problem, Operands(*operands), saved, needs)
-    launches = _launches(problem, where, fa3.used_lengths(like), rows)
+    launches = _launches(problem, where, fa3.used_lengths(like), _rows(like))
     of_out = torch.empty(*shape, device="meta").stride()
     strides = (*(x.stride() for x in like[:3]), of_out)
 
@@ -188,9 +202,8 @@ def with_main(
     out and dout are contiguous, and the scale is positive: nothing is copied to make it so.
     Raises RuntimeError if prepare or finish can be neither found nor compiled.
     """
-    where, rows = like.q.device, like.q.shape[-3]
-    used = fa3.used_lengths(like)
-    launches = _launches_around(lambda: main, spec, problem, where, used, rows)
+    where, used = like.q.device, fa3.used_lengths(like)
+    launches = _launches_around(lambda: main, spec, problem, where, used, _rows(like))
     return partial(_launch, launches)
 
 
@@ -214,13 +227,7 @@ def _launch(
 
 def _prepare(run: Launches, saved: Saved, lengths: tuple[Any, ...]) -> Workspace:
     out, lse, dout, dlse = saved
-    where = dout.device
-    work = Workspace(
-        torch.empty(*run.rows, dtype=torch.float32, device=where),
-        torch.empty(*run.rows, dtype=torch.float32, device=where),
-        torch.empty(*run.sums, dtype=torch.float32, device=where),
-        torch.empty(1, dtype=torch.int32, device=where),
-    )
+    work = Workspace(*[new() for new in run.workspace])
     bounds_q, _, used_q, _ = lengths
     run.prepare(
         *(out, dout, lse, lse if dlse is None else dlse, *work),
@@ -237,9 +244,9 @@ def _main(
     lengths: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor]:
     q, k, v = operands[:3]
-    dtype, where = q.dtype, q.device
-    dk = torch.empty(*k.shape, dtype=dtype, device=where)
-    dv = torch.empty(*v.shape, dtype=dtype, device=where)
+    where = q.device
+    _, new_dk, new_dv = run.gradients
+    dk, dv = new_dk(), new_dv()
     turns = None
     if run.turns is not None:
         turns = torch.zeros(*run.turns, dtype=torch.int32, device=where)
@@ -261,12 +268,18 @@ def _finish(
     """dq; `grads` are dout, dk and dv."""
     (q, k, v), (dout, dk, dv) = operands[:3], grads
     lse_log2, delta, dq_sum, spoilt = work
-    dq = torch.empty(*q.shape, dtype=q.dtype, device=q.device)
+    new_dq, _, _ = run.gradients
+    dq = new_dq()
     run.finish(
         *(dq_sum, dq, q, k, v, dout, lse_log2, delta, dk, dv, spoilt),
         *(*lengths, *run.scalars_of_finish),
     )
     return dq
+
+
+def _rows(operands: Operands) -> tuple[int, int]:
+    """Of q and k: a sequence's, or those of all packed ones."""
+    return operands.q.shape[-3], operands.k.shape[-3]
 
 
 def _backward_of_sink(sink: Any, work: Workspace) -> Tensor:

@@ -64,8 +64,8 @@ def count_additions(spec: Constexpr, op: Operands, sm: Shared, ch: Channels):
         for _ in cutlass.range(sweep.steps, unroll=1):
             ch.added.wait_full(steps)
             ch.added.release(steps)
-            # Orders the additions of all warps, who arrived after them, before the count. To release
-            # the count would order them once more, and take as long again.
+            # Orders the additions of all warps, who arrived after them, before the count. If that
+            # were a release, they would be ordered once more, which takes as long again.
             cute.arch.fence_acq_rel_gpu()
             if cute.arch.lane_idx() == 0:
                 done = additions(role, tile, head, block)
