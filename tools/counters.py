@@ -84,13 +84,13 @@ class Launch:
         for is_counted in (False, True):
             out = None if is_forward else tilewright.attention(q, k, v, window=_window(mask))
             if is_counted:
-                torch.cuda.cudart().cudaProfilerStart()
+                torch.cuda.profiler.start()
             if out is None:
                 tilewright.attention(q, k, v, window=_window(mask))
             else:
                 torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
             torch.cuda.synchronize()
-            torch.cuda.cudart().cudaProfilerStop()
+            torch.cuda.profiler.stop()
 
 
 def _window(mask: Mask) -> tuple[int | None, int | None]:
@@ -121,7 +121,7 @@ def _number(text: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Cycles and busy units of every kernel.")
     parser.add_argument("--pass", dest="direction", choices=("forward", "backward"), required=True)
     parser.add_argument("--seqlen", type=int, default=8192)
     parser.add_argument("--launch", action="store_true", help=argparse.SUPPRESS)

@@ -8,7 +8,10 @@ from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import _empty_strided_cpu, _empty_strided_cuda
+from torch._C._dynamo.guards import (
+    _empty_strided_cpu,  # pyright: ignore[reportAttributeAccessIssue]
+    _empty_strided_cuda,  # pyright: ignore[reportAttributeAccessIssue]
+)
 
 
 @lru_cache

@@ -103,12 +103,10 @@ def _launches_around(
     padded = padded_rows(rows[0], problem.batch if is_packed else 0)
     a_row = allocator((*outer, padded), torch.float32, where)
     sums = (*outer, padded // MMA_ROWS, spec.head_dim // OCTET, *FRAGMENT)
-    gradients = (
-        (rows[0], problem.heads_q, problem.head_dim),
-        (rows[1], problem.heads_k, problem.head_dim),
-        (rows[1], problem.heads_k, problem.head_dim_v),
-    )
-    dtype = getattr(torch, problem.dtype)
+
+    def gradient(rows: int, heads: int, dim: int) -> Allocate:
+        return allocator((*batch, rows, heads, dim), getattr(torch, problem.dtype), where)
+
     scalars = fa3.scalars(problem, where, used)
     return Launches(
         prepare=jit.load(prepare),
@@ -122,7 +120,11 @@ def _launches_around(
             *(a_row, a_row, allocator(sums, torch.float32, where)),
             allocator((1,), torch.int32, where),
         ),
-        gradients=tuple(allocator((*batch, *x), dtype, where) for x in gradients),
+        gradients=(
+            gradient(rows[0], problem.heads_q, problem.head_dim),
+            gradient(rows[1], problem.heads_k, problem.head_dim),
+            gradient(rows[1], problem.heads_k, problem.head_dim_v),
+        ),
         turns=(*outer, padded // spec.tile_q) if spec.deterministic else None,
     )
 
