@@ -46,7 +46,7 @@ def gradients(leaves: list[Tensor], backend: str = "fa3", **options: Any) -> lis
     [
         ((16, 24), (64, 64)),
         ((64, 64), (64, 64)),
-        ((72, 40), (96, 96)),
+        ((72, 40), (128, 128)),  # which were measured to be faster than tiles of 96
         ((64, 128), (128, 128)),
         ((128, 8), (128, 128)),
         ((136, 128), (192, 128)),
@@ -172,8 +172,9 @@ def test_whatever_the_forward_takes_has_a_backward(deterministic: bool) -> None:
             spec.dtype, spec.head_dim, spec.head_dim_v, *mask, spec.packed, deterministic
         )
         found = catalog.smallest(ARCH, MAIN, wanted)
-        assert (found.head_dim, found.head_dim_v) == (spec.head_dim, spec.head_dim_v)
-        dims = {PREPARE: spec.head_dim_v, FINISH: spec.head_dim}
+        dims = spec.head_dim, spec.head_dim_v
+        assert (found.head_dim, found.head_dim_v) == ((128, 128) if dims == (96, 96) else dims)
+        dims = {PREPARE: found.head_dim_v, FINISH: found.head_dim}
         for family, dim in dims.items():
             rows = RowsSpec(spec.dtype, dim, spec.packed)
             assert Kernel(family, rows, ARCH) in every

@@ -65,13 +65,15 @@ def alternate(
 ) -> dict[str, Timing]:
     """Run the contenders in turns, so that the machine's drift meets all of them alike.
 
-    In each round they run in another order: see `balanced_orders`. `clock` is `wall_clock` by
+    In each round they run in another order, and rounds are added until the orders are balanced: see
+    `balanced_orders`. `clock` is `wall_clock` by
     default; on a GPU it is `cuda_clock`, and `watch` a `power.Sampler`.
     """
     clock = clock or wall_clock
     first = {name: clock(run, 1) for name, run in contenders.items()}
     launches = {name: plan.launches(ms) for name, ms in first.items()}
-    rounds = plan.rounds(max(first[name] * launches[name] for name in contenders))
+    wanted = plan.rounds(max(first[name] * launches[name] for name in contenders))
+    rounds = -(-wanted // cycle(len(contenders))) * cycle(len(contenders))
     times: dict[str, list[float]] = {name: [] for name in contenders}
     spans: dict[str, list[Span]] = {name: [] for name in contenders}
     names = list(contenders)
@@ -91,8 +93,8 @@ def balanced_orders(names: Sequence[str]) -> Iterator[list[str]]:
     """An order for each round, in which everybody runs behind everybody else equally often.
 
     Whoever runs behind somebody finds the caches, the allocator and the power budget as that one
-    left them: on a board at its power limit, two copies of one kernel differed by 3 %. As many
-    orders as there are names are balanced, or twice as many if those are an odd number.
+    left them: on a board at its power limit, two copies of one kernel differed by 3 %. So many
+    orders are balanced as `cycle` says.
     Source: E. J. Williams, Australian Journal of Scientific Research A 2, 1949, 149-168.
     """
     number = len(names)
@@ -100,6 +102,11 @@ def balanced_orders(names: Sequence[str]) -> Iterator[list[str]]:
     for index in count():
         order = [names[(i + index) % number] for i in zigzag]
         yield order[::-1] if number % 2 and index // number % 2 else order
+
+
+def cycle(number: int) -> int:
+    """How many orders of so many names are balanced: as many, or twice as many if those are odd."""
+    return number if number % 2 == 0 or number == 1 else 2 * number
 
 
 def wall_clock(run: Run, launches: int) -> float:

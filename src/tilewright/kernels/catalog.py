@@ -57,8 +57,8 @@ _BACKWARD_TILES: dict[tuple[int, int], dict[str, Any]] = {
         **{"keys_in_registers": True, "keeps_thread": True, "q_stages": 4, "do_stages": 4},
         "order": ("lse", "S", "delta", "dP", "P", "dK", "dS", "write", "dQ", "dV", "add"),
     },
-    # Two warpgroups would make 48 columns of dQ each; shared memory swizzles 96 in groups of 32.
-    (96, 96): {"tile_kv": 64},
+    # Head dim 96 goes through these too. Two warpgroups would make 48 columns of dQ each there, and
+    # shared memory swizzles 96 in groups of 32; tiles of 64 keys add to dQ twice as often.
     (128, 128): {"do_stages": 3},
     (192, 128): {"tile_kv": 64, "q_stages": 3, "do_stages": 3},
     (192, 192): {"tile_kv": 64, "q_stages": 3, "do_stages": 3},
