@@ -141,6 +141,15 @@ def test_the_page_names_refusals_host_time_and_ceilings() -> None:
     assert "![forward speed](forward-speed.png)" in page
 
 
+def test_the_page_names_the_command_of_each_run() -> None:
+    first, *others = invented()
+    other = replace(first, machine=MACHINE | {"command": "tilewright bench --pass backward"})
+    page = report.markdown([first, *others, other])
+    for line in ("- command: tilewright bench\n", "- command: tilewright bench --pass backward\n"):
+        assert page.count(line) == 1
+    assert page.count("- torch: 1.0\n") == 1
+
+
 def test_render_draws_the_pictures_of_each_pass(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     folder = tmp_path / "gpu"

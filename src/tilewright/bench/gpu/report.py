@@ -130,9 +130,8 @@ def refusals(records: Sequence[Record]) -> list[str]:
 
 
 def markdown(records: Sequence[Record], plots: Sequence[str] = ()) -> str:
-    machine = records[0].machine
-    parts = [f"# tilewright beside its peers, on one {machine.get('gpu', 'GPU')}"]
-    parts.append(_bullets([f"{name}: {value}" for name, value in machine.items()]))
+    parts = [f"# tilewright beside its peers, on one {records[0].machine.get('gpu', 'GPU')}"]
+    parts.append(_bullets(facts(records)))
     parts.append(_LEGEND.rstrip())
     parts.append(_bullets(summary(records)))
     parts += [f"![{plot.removesuffix('.png').replace('-', ' ')}]({plot})" for plot in plots]
@@ -145,6 +144,13 @@ def markdown(records: Sequence[Record], plots: Sequence[str] = ()) -> str:
     if reasons := refusals(records):
         parts += ["## Without a time", _bullets(reasons)]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def facts(records: Sequence[Record]) -> list[str]:
+    """Of the machines; each value of one that differs between runs, as their commands do."""
+    pairs = dict.fromkeys(pair for record in records for pair in record.machine.items())
+    names = dict.fromkeys(name for name, _ in pairs)
+    return [f"{name}: {value}" for name in names for key, value in pairs if key == name]
 
 
 def _range(what: str, values: Sequence[float | None]) -> list[str]:
