@@ -28,6 +28,8 @@ TOKENS, HIDDEN = 16384, 2048
 SMS, FLOP_A_CYCLE = 132, 4096  # of an H200; a cycle of an SM's tensor cores, in bfloat16
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 MASKS = {"full": Mask.full(), "causal": Mask.causal(), "window": Mask(1023, 0)}
+# How the names of a pass's kernels begin, but for those around the backward's main one.
+KERNELS = {"forward": "fa3_forward_bf16", "backward": "fa3_backward_bf16"}
 CYCLES = "gpc__cycles_elapsed.max"
 # A unit's name, and the metric of the share of time that it is busy, in percent.
 UNITS = {
@@ -105,10 +107,10 @@ def launches(direction: str, seqlen: int) -> Iterator[Launch]:
 
 def profile(direction: str, seqlen: int) -> list[dict[str, str]]:
     """A row of metrics for each launch, as ncu names them."""
-    kernel = {"forward": "fa3_forward", "backward": "fa3_backward_[^pf]"}[direction]
     metrics = ",".join([CYCLES, *UNITS.values()])
     command = ["ncu", "--clock-control", "none", "--profile-from-start", "off"]
-    command += ["--metrics", metrics, "--kernel-name", f"regex:{kernel}", "--page", "raw", "--csv"]
+    command += ["--metrics", metrics, "--kernel-name", f"regex:{KERNELS[direction]}"]
+    command += ["--page", "raw", "--csv"]
     command += [sys.executable, __file__, "--pass", direction, "--seqlen", str(seqlen), "--launch"]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     begin = printed.index('"ID"')
