@@ -28,7 +28,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import tomli
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 EXCEPTIONS = Path("tools/budget.toml")
 CODE_ROOTS = ("src", "tools", "examples")
@@ -182,7 +185,7 @@ def read_allowances(path: Path) -> tuple[list[Allowance], list[Offence]]:
     if not path.exists():
         return [], []
     allowances, offences = [], []
-    for entry in tomli.loads(path.read_text(encoding="utf-8")).get("exception", []):
+    for entry in tomllib.loads(path.read_text(encoding="utf-8")).get("exception", []):
         kind, function = entry.get("kind", ""), entry.get("function", "")
         subject = Subject(kind, entry.get("path", ""), function)
         value, reason = entry.get("value", 0), entry.get("reason", "").strip()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import tomli
 
 from tests.kernels import sass
 from tilewright.jit.cache import Entry
@@ -14,10 +14,15 @@ from tilewright.kernels import catalog
 from tilewright.kernels.catalog import Kernel
 from tilewright.kernels.sm90.fa3.spec import REGISTERS
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 KERNELS = catalog.kernels("sm_90a")
 SPILLS = {
     entry["kernel"]: entry
-    for entry in tomli.loads(
+    for entry in tomllib.loads(
         Path(__file__).with_name("resources.toml").read_text(encoding="utf-8")
     ).get("spill", [])
 }

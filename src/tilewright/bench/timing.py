@@ -65,8 +65,8 @@ def alternate(
 ) -> dict[str, Timing]:
     """Run the contenders in turns, so that the machine's drift meets all of them alike.
 
-    In each round they run in another order, and rounds are added until the orders are balanced: see
-    `balanced_orders`. `clock` is `wall_clock` by
+    In each round they run in another order. There are as many rounds as planned, and as many more
+    as it takes for the orders to be balanced: see `balanced_orders`. `clock` is `wall_clock` by
     default; on a GPU it is `cuda_clock`, and `watch` a `power.Sampler`.
     """
     clock = clock or wall_clock

@@ -1,9 +1,9 @@
 """Sums of dQ in a fixed order: each query block's is added to by one tile of keys after the other.
 
-Tiles take turns from the last keys to the first, which is the order that they are handed out in: a
-tile waits only for such as are at work. A counter in memory says how many additions were made. Two
-warps see to it, so that the computing ones neither wait for memory nor order it: one looks when
-their turn comes, and one counts what they have added.
+Tiles take turns in the order that they are handed out in, so that a tile waits only for such as are
+at work: from the last keys to the first, or the other way where they begin together. A counter in
+memory says how many additions were made. Two warps see to it, so that the computing ones neither
+wait for memory nor order it: one looks when their turn comes, and one counts what they have added.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def count_additions(spec: Constexpr, op: Operands, sm: Shared, ch: Channels):
             ch.added.wait_full(steps)
             ch.added.release(steps)
             # Orders the additions of all warps, who arrived after them, before the count. If that
-            # were a release, they would be ordered once more, which takes as long again.
+            # were a release, it would be a second fence.
             cute.arch.fence_acq_rel_gpu()
             if cute.arch.lane_idx() == 0:
                 done = additions(role, tile, head, block)
