@@ -111,6 +111,7 @@ def tiled_backward(spec: BackwardSpec) -> BackwardSpec:
     how = dict(_BACKWARD_TILES[spec.head_dim, spec.head_dim_v])
     if spec.has_softcap or (spec.head_dim == 128 and spec.bounded_left and spec.packed):
         how["order"] = _DS_BEFORE_DV
+    how["shares_loads"] = spec.is_wide and not spec.packed
     if spec.bounded_left:
         # A left bound takes the register that the thread's index would be kept in.
         how["keeps_thread"] = False

@@ -55,13 +55,21 @@ def values_layout(dtype: Any, tile_kv: int, dim: int, stages: int) -> Any:
 
 def gemm(mma: Any, acc: cute.Tensor, A: cute.Tensor, B: cute.Tensor, accumulate: bool) -> None:
     """Issue acc (+)= A B as one group of multiplies; `wait` tells when it is done."""
+    gemm_sum(mma, acc, [(A, B)], accumulate)
+
+
+def gemm_sum(
+    mma: Any, acc: cute.Tensor, pairs: list[tuple[cute.Tensor, cute.Tensor]], accumulate: bool
+) -> None:
+    """The same for the sum of several A B."""
     # A fresh atom: the accumulate field is a value of the region that it was set in.
     atom = cute.make_mma_atom(mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, accumulate)
     warpgroup.fence()
-    for k in range(cute.size(B, mode=[2])):
-        cute.gemm(atom, acc, A[None, None, k], B[None, None, k], acc)
-        atom.set(warpgroup.Field.ACCUMULATE, True)
+    for A, B in pairs:
+        for k in range(cute.size(B, mode=[2])):
+            cute.gemm(atom, acc, A[None, None, k], B[None, None, k], acc)
+            atom.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
 
 

@@ -121,7 +121,7 @@ class Forward:
         layouts = smem_layouts(spec)
         smem = cutlass.utils.SmemAllocator()
         ch = Channels(
-            tile=ring(smem, spec.tiles_ahead),
+            tile=ring(smem, spec.tiles_ahead, spec.cluster),
             q=ring(smem, 1),
             k=ring(smem, spec.k_stages, spec.cluster),
             v=ring(smem, spec.v_stages, spec.cluster),
@@ -140,7 +140,7 @@ class Forward:
                 loaded.initialise(producers=1, consumers=consumers)
             ch.tail.initialise(producers=1, consumers=1)
         cute.arch.mbarrier_init_fence()
-        meet(spec)
+        meet(spec.cluster)
         mmas = (
             matmul.make_mma(dtype, spec.tile_kv, matmul.K_MAJOR, spec.q_in_registers),
             matmul.make_mma(dtype, spec.head_dim_v, matmul.MN_MAJOR, True),
@@ -153,22 +153,29 @@ class Forward:
                 cute.arch.setmaxregister_decrease(few)
                 if warp == 0:
                     load(spec, op, sm, ch)
-                if warp == 1:
+                if warp == 1 and rank_in(spec.cluster) == 0:
                     schedule(spec, op, sm, ch)
             else:
                 cute.arch.setmaxregister_increase(many)
                 compute(spec, op, sm, ch, mmas)
         if const_expr(spec.cluster > 1):
-            meet(spec)  # no CTA leaves while another may still arrive at its barriers
+            meet(spec.cluster)  # no CTA leaves while another may still arrive at its barriers
 
 
-def meet(spec: ForwardSpec) -> None:
+def meet(cluster: int) -> None:
     """A barrier of all threads that see each other's shared memory."""
-    if spec.cluster > 1:
+    if cluster > 1:
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
     else:
         cute.arch.sync_threads()
+
+
+def rank_in(cluster: int) -> Any:
+    """This CTA's, uniform in a warp."""
+    if cluster == 1:
+        return Int32(0)
+    return cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
 
 
 def smem_layouts(spec: ForwardSpec) -> tuple[Any, ...]:

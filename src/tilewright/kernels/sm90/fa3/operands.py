@@ -115,7 +115,7 @@ class Tile:
     @classmethod
     def none(cls) -> Tile:
         zeros = [Int32(0)] * TILE_WORDS
-        return cls(*zeros[:2], Int32(-1), *zeros[3:])
+        return cls(*zeros[:2], Int32(-LARGEST_CLUSTER), *zeros[3:])
 
     @classmethod
     def read(cls, sTile: cute.Tensor, slot: Int32) -> Tile:
@@ -126,8 +126,16 @@ class Tile:
         for word, value in enumerate(vars(self).values()):
             sTile[word, slot] = value
 
+    def send(self, sTile: cute.Tensor, slot: Int32, full: cute.Pointer, rank: int) -> None:
+        """Write it in the CTA of that rank in the cluster; its bytes count at `full` there."""
+        words = tuple(vars(self).values())
+        for first in range(0, TILE_WORDS, 4):
+            to = (sTile.iterator + sTile.layout((first, slot))).align(16)
+            cute.arch.store_async_dsmem(to, words[first : first + 4], full, rank)
+
 
 TILE_WORDS = len(fields(Tile))
+LARGEST_CLUSTER = 2  # the block of no tile is so far below 0 that no rank makes it one
 
 
 def band(spec: Any, op: Operands) -> Band:

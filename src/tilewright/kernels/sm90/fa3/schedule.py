@@ -9,13 +9,14 @@ Source: FlashAttention-4, arXiv 2603.05451, section 3.4.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Int32, const_expr
 
-from tilewright.kernels.sm90.fa3.operands import Channels, Operands, Shared, Tile
+from tilewright.kernels.sm90.fa3.operands import TILE_WORDS, Channels, Operands, Shared, Tile
 
 L2_BYTES = 24 << 20  # of keys and values that may be in use at a time; half of an H200's L2
 LARGEST_SECTION = 64
@@ -31,14 +32,15 @@ def section_heads(spec: Any, op: Operands, seqlen_k: Int32, blocks: Int32) -> In
     while power <= LARGEST_SECTION:
         is_larger = head_bytes * power <= L2_BYTES
         if spec.bounded_right:
-            is_larger = is_larger | (power // 2 * group * blocks < spec.tiles_per_cta * ctas)
+            together = ctas // spec.cluster
+            is_larger = is_larger | (power // 2 * group * blocks < spec.tiles_per_cta * together)
         section = Int32(cutlass.select_(is_larger, Int32(power), section))
         power *= 2
     return section * group
 
 
 def row_blocks(spec: Any, rows: Int32) -> Int32:
-    """Blocks of queries, each the work of a cluster."""
+    """Those of a sequence, each the work of a cluster."""
     together = spec.tile_q * spec.cluster
     return (rows + together - 1) // together
 
@@ -60,16 +62,13 @@ def dense_tile(spec: Any, op: Operands, index: Int32, blocks: Int32, section: In
     """Tile `index` where all sequences are of one length, of `blocks` blocks of queries."""
     zero, rows = Int32(0), op.seqlen_q
     head, q_block = place(spec, index, op.heads_q * op.batch, blocks, section)
-    # Where the last blocks are fewer than a cluster's CTAs, the others' rows are past the end.
-    cta, _, _ = cute.arch.block_idx()
-    q_block = q_block * spec.cluster + cta % spec.cluster
     batch = head // op.heads_q
     return Tile(head - batch * op.heads_q, batch, q_block, zero, rows, rows, zero, op.seqlen_k)
 
 
 @cute.jit
 def schedule(spec: Constexpr, op: Operands, sm: Shared, ch: Channels):
-    """counter in gmem -> tiles in smem. One warp."""
+    """counter in gmem -> tiles in smem, of all CTAs of a cluster. One warp of its first CTA."""
     ctas, _, _ = cute.arch.grid_dim()
     index, _, _ = cute.arch.block_idx()
     index = index // spec.cluster
@@ -82,13 +81,13 @@ def schedule(spec: Constexpr, op: Operands, sm: Shared, ch: Channels):
         n = Int32(0)
         is_left = index < heads * blocks
         while is_left:
-            publish(sm, ch, n, dense_tile(spec, op, index, blocks, section))
+            publish(spec, sm, ch, n, dense_tile(spec, op, index, blocks, section))
             n += 1
             index = next_tile(spec, op, ch, n, index)
             is_left = index < heads * blocks
-        publish(sm, ch, n, Tile.none())
+        publish(spec, sm, ch, n, Tile.none())
     if const_expr(spec.dynamic):
-        leave_counter_at_zero(op, ctas)
+        leave_counter_at_zero(op, ctas // spec.cluster)
 
 
 @cute.jit
@@ -116,13 +115,13 @@ def schedule_packed(spec: Constexpr, op: Operands, sm: Shared, ch: Channels, ind
             inside = index - tiles_before - before
             head, q_block = place(spec, inside, op.heads_q, blocks, section)
             tile = Tile(head, batch, q_block, q_start, rows, seqlen_q, k_start, seqlen_k)
-            publish(sm, ch, n, tile)
+            publish(spec, sm, ch, n, tile)
             n += 1
             index = next_tile(spec, op, ch, n, index)
         tiles_before += total
         group += 32
         length, tiles_here, through = sequence_tiles(spec, op, group)
-    publish(sm, ch, n, Tile.none())
+    publish(spec, sm, ch, n, Tile.none())
 
 
 @cute.jit
@@ -165,12 +164,13 @@ def sequence(op: Operands, batch: Int32):
 
 @cute.jit
 def next_tile(spec: Constexpr, op: Operands, ch: Channels, n: Int32, index: Int32) -> Int32:
-    """The first tile of a CTA is its own number; the others follow in turn or as they come.
+    """The first tile of a cluster is its own number; the others follow in turn or as they come.
 
-    Tile number `n` of this CTA is taken no sooner than there is a slot for it.
+    Its tile number `n` is taken no sooner than there is a slot for it.
     """
     ctas, _, _ = cute.arch.grid_dim()
-    following = index + ctas // spec.cluster
+    clusters = ctas // spec.cluster
+    following = index + clusters
     if const_expr(spec.dynamic):
         ch.tile.wait_empty(n)
         ticket = Int32(0)
@@ -178,25 +178,36 @@ def next_tile(spec: Constexpr, op: Operands, ch: Channels, n: Int32, index: Int3
             ticket = cute.arch.atomic_add(
                 op.mCounter.iterator, Int32(1), sem="relaxed", scope="gpu"
             )
-        following = cute.arch.shuffle_sync(ticket, 0) + ctas
+        following = cute.arch.shuffle_sync(ticket, 0) + clusters
     return following
 
 
 @cute.jit
-def publish(sm: Shared, ch: Channels, n: Int32, tile: Tile):
-    """A tile into slot `n`, for the load warp and the warpgroups."""
+def publish(spec: Constexpr, sm: Shared, ch: Channels, n: Int32, tile: Tile):
+    """A tile into slot `n`, for the load warp and the warpgroups.
+
+    Of a cluster, the CTA of rank r gets the r-th of its blocks. Where there are fewer, the rows of
+    the last are past the end.
+    """
     ch.tile.wait_empty(n)
     if cute.arch.lane_idx() == 0:
-        tile.write(sm.sTile, ch.tile.index(n))
-        cute.arch.mbarrier_arrive(ch.tile.full(n))
+        slot, full = ch.tile.index(n), ch.tile.full(n)
+        if const_expr(spec.cluster == 1):
+            tile.write(sm.sTile, slot)
+            cute.arch.mbarrier_arrive(full)
+        else:
+            first = tile.q_block * spec.cluster
+            for rank in cutlass.range_constexpr(spec.cluster):
+                cute.arch.mbarrier_arrive_and_expect_tx(full, 4 * TILE_WORDS, rank)
+                replace(tile, q_block=first + rank).send(sm.sTile, slot, full, rank)
 
 
 @cute.jit
-def leave_counter_at_zero(op: Operands, ctas: Int32):
-    """The last CTA to take its last ticket does it, for the next launch."""
+def leave_counter_at_zero(op: Operands, clusters: Int32):
+    """The last cluster to take its last ticket does it, for the next launch."""
     if cute.arch.lane_idx() == 0:
         done = op.mCounter.iterator + 1
-        if cute.arch.atomic_add(done, Int32(1), sem="acq_rel", scope="gpu") == ctas - 1:
+        if cute.arch.atomic_add(done, Int32(1), sem="acq_rel", scope="gpu") == clusters - 1:
             op.mCounter[0] = Int32(0)
             op.mCounter[1] = Int32(0)
 

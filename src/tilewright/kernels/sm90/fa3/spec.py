@@ -122,8 +122,8 @@ class ForwardSpec:
         if self.cluster not in (1, 2):
             return f"cluster={self.cluster}: one CTA, or two that share keys"
         is_bounded = self.bounded_left or self.bounded_right
-        if self.cluster > 1 and (is_bounded or self.packed or self.dynamic):
-            return "cluster=2: its CTAs must see the same keys, and take their tiles in turn"
+        if self.cluster > 1 and (is_bounded or self.packed):
+            return "cluster=2: its CTAs must see the same keys"
         if self.tiles_ahead < 1:
             return f"tiles_ahead={self.tiles_ahead}: a tile at the least is handed over"
         if not self.specialised and (reason := self._why_specialised()):

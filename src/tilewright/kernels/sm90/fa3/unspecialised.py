@@ -94,9 +94,9 @@ def hand_out(wg: Constexpr, n: Int32, index: Int32):
     blocks = row_blocks(spec, op.seqlen_q)
     if index < op.heads_q * op.batch * blocks:
         section = section_heads(spec, op, op.seqlen_k, blocks)
-        publish(wg.sm, wg.ch, n, dense_tile(spec, op, index, blocks, section))
+        publish(wg.spec, wg.sm, wg.ch, n, dense_tile(spec, op, index, blocks, section))
     else:
-        publish(wg.sm, wg.ch, n, Tile.none())
+        publish(wg.spec, wg.sm, wg.ch, n, Tile.none())
         if const_expr(spec.dynamic):
             ctas, _, _ = cute.arch.grid_dim()
             leave_counter_at_zero(op, ctas)

@@ -21,7 +21,15 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from tilewright.kernels.sm90 import matmul
-from tilewright.kernels.sm90.fa3.kernel import DTYPES, permuted, ring, tensor, tma_operand
+from tilewright.kernels.sm90.fa3.kernel import (
+    DTYPES,
+    meet,
+    permuted,
+    rank_in,
+    ring,
+    tensor,
+    tma_operand,
+)
 from tilewright.kernels.sm90.fa3.operands import TILE_WORDS, Lengths
 from tilewright.kernels.sm90.fa3_backward.compute import compute
 from tilewright.kernels.sm90.fa3_backward.load import load
@@ -31,7 +39,6 @@ from tilewright.kernels.sm90.fa3_backward.schedule import schedule
 from tilewright.kernels.sm90.fa3_backward.spec import BackwardSpec
 from tilewright.kernels.sm90.fa3_backward.turns import count_additions, take_turns
 from tilewright.kernels.sm90.fa3_backward.wide import compute_wide
-from tilewright.kernels.sm90.fa3_backward.wide_registers import p_layout
 
 
 class Backward:
@@ -73,10 +80,18 @@ class Backward:
         rows_first = (0, 2, 1) if packed else (1, 3, 2, 0)
         mQ, mK, mV, mdO, mdK, mdV = (permuted(x, rows_first) for x in (q, k, v, dout, dk, dv))
         layouts, tiles = smem_layouts(spec), smem_tiles(spec)
+        one, both = cpasync.CopyBulkTensorTileG2SOp, cpasync.CopyBulkTensorTileG2SMulticastOp
+        shares = (spec.shares_loads, False, False, spec.shares_loads)
         loads = [
-            tma_operand(cpasync.CopyBulkTensorTileG2SOp(), x, layout, tile)
-            for x, layout, tile in zip((mQ, mK, mV, mdO), layouts, tiles, strict=False)
+            tma_operand(both() if of_two else one(), x, layout, tile, 1 + of_two)
+            for x, layout, tile, of_two in zip(
+                (mQ, mK, mV, mdO), layouts, tiles, shares, strict=False
+            )
         ]
+        peer_k = None
+        if const_expr(spec.cluster > 1):
+            tile = spec.tile_kv, spec.peer_columns
+            peer_k = tma_operand(one(), mK, peer_layouts(spec)[0], tile)
         last_first = (1, 0) if packed else (2, 1, 0)
         lengths, mTurns = None, None
         batch = cute.size(q, mode=[0])
@@ -87,6 +102,7 @@ class Backward:
             mTurns = permuted(turns, last_first)
         op = Operands(
             *loads,
+            peer_k=peer_k,
             mLSE=permuted(lse_log2, last_first),
             mDelta=permuted(delta, last_first),
             mdQ=permuted(dq_sum, (4, 3, 2, 1, 0) if packed else (5, 4, 3, 2, 1, 0)),
@@ -106,11 +122,13 @@ class Backward:
             seqlen_q=Int32(cute.size(mQ, mode=[0])),
             seqlen_k=Int32(cute.size(mK, mode=[0])),
         )
-        blocks = (op.seqlen_k + spec.tile_kv - 1) // spec.tile_kv
+        blocks = (op.seqlen_k + spec.cluster_keys - 1) // spec.cluster_keys
         tiles = (blocks + op.batch + 1 if packed else blocks * op.batch) * op.heads_k
+        clusters = cutlass.max(cutlass.min(ctas // spec.cluster, tiles), 1)
         self.kernel(op).launch(
-            grid=(cutlass.min(ctas, tiles), 1, 1),
+            grid=(spec.cluster * clusters, 1, 1),
             block=(spec.threads, 1, 1),
+            cluster=(spec.cluster, 1, 1) if spec.cluster > 1 else None,
             stream=stream,
             min_blocks_per_mp=1,
             use_pdl=True,
@@ -121,17 +139,21 @@ class Backward:
         spec = self.spec
         dtype = DTYPES[spec.dtype]
         smem = cutlass.utils.SmemAllocator()
+        pair = spec.cluster > 1
+        loaders = 1 + spec.shares_loads
         ch = Channels(
-            tile=ring(smem, spec.tiles_ahead),
+            tile=ring(smem, spec.tiles_ahead, spec.cluster),
             k=ring(smem, spec.k_stages),
             v=ring(smem, 1),
-            q=ring(smem, spec.q_stages),
-            do=ring(smem, spec.do_stages),
+            q=ring(smem, spec.q_stages, loaders),
+            do=ring(smem, spec.do_stages, loaders),
             turn=ring(smem, 2),
             added=ring(smem, 2),
             tail=ring(smem, 1),
-            p=ring(smem, 1) if spec.is_wide else None,
-            ds=ring(smem, spec.ds_slots),
+            ds=ring(smem, spec.ds_slots, spec.cluster),
+            p=ring(smem, 1) if pair else None,
+            peer_k=ring(smem, 1) if pair else None,
+            pair=ring(smem, 1) if pair else None,
         )
         sTile = smem.allocate_tensor(Int32, cute.make_layout((TILE_WORDS, spec.tiles_ahead)), 16)
         sLSE, sDelta = (
@@ -139,10 +161,10 @@ class Backward:
             for stages in (spec.q_stages, spec.do_stages)
         )
         sQ, sK, sV, sdO, sdS = (tensor(smem, dtype, layout) for layout in smem_layouts(spec))
-        sP = None
-        if const_expr(spec.is_wide):
-            sP = smem.allocate_tensor(Float32, p_layout(spec), 128)
-        sm = Shared(sQ, sdO, sK, sV, sdS, sLSE, sDelta, sTile, sP)
+        sPeerK, sPeerdS = None, None
+        if const_expr(pair):
+            sPeerK, sPeerdS = (tensor(smem, dtype, layout) for layout in peer_layouts(spec))
+        sm = Shared(sQ, sdO, sK, sV, sdS, sLSE, sDelta, sTile, sPeerK, sPeerdS)
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         consumers = 4 * spec.warpgroups  # warps
@@ -154,19 +176,22 @@ class Backward:
                 loaded.initialise(producers=1, consumers=consumers)
             ch.tail.initialise(producers=1, consumers=1)
             ch.ds.initialise(4 if spec.is_wide else consumers, consumers)
-            if const_expr(spec.is_wide):
+            if const_expr(pair):
+                # What makes dS over P is read says when P may be written: see `wide.py`.
                 ch.p.initialise(producers=4, consumers=4)
+                ch.peer_k.initialise(producers=1, consumers=consumers)
+                ch.pair.initialise(producers=4, consumers=consumers)
         cute.arch.mbarrier_init_fence()
         # All but this beginning comes after prepare; and finish may begin when CTAs leave room.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.sync_threads()
+        meet(spec.cluster)
         few, many = spec.registers
         if warp < 4:
             cute.arch.setmaxregister_decrease(few)
             if warp == 0:
                 load(spec, op, sm, ch)
-            if warp == 1:
+            if warp == 1 and rank_in(spec.cluster) == 0:
                 schedule(spec, op, sm, ch)
             if const_expr(spec.deterministic):
                 if warp == 2:
@@ -177,6 +202,8 @@ class Backward:
             cute.arch.setmaxregister_increase(many)
             run = compute_wide if spec.is_wide else compute
             run(spec, op, sm, ch, make_mmas(spec, dtype))
+        if const_expr(pair):
+            meet(spec.cluster)  # no CTA leaves while another may still write to it
 
 
 def smem_layouts(spec: BackwardSpec) -> tuple[Any, ...]:
@@ -191,6 +218,15 @@ def smem_layouts(spec: BackwardSpec) -> tuple[Any, ...]:
             (spec.tile_q, spec.head_dim_v, spec.do_stages),
             (spec.tile_kv, spec.tile_q, spec.ds_slots),
         )
+    )
+
+
+def peer_layouts(spec: BackwardSpec) -> tuple[Any, Any]:
+    """Of the other CTA's K and dS."""
+    dtype = DTYPES[spec.dtype]
+    return (
+        matmul.keys_layout(dtype, spec.tile_kv, spec.peer_columns, 1),
+        matmul.keys_layout(dtype, spec.tile_kv, spec.tile_q, 1),
     )
 
 

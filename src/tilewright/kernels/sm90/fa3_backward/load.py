@@ -6,9 +6,10 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Constexpr, Float32, Int32, const_expr
+from cutlass import Constexpr, Float32, Int16, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
+from tilewright.kernels.sm90.fa3.kernel import rank_in
 from tilewright.kernels.sm90.fa3.load import rows_of, views, zero_rows
 from tilewright.kernels.sm90.fa3.operands import TmaOperand
 from tilewright.kernels.sm90.fa3_backward.operands import (
@@ -90,11 +91,20 @@ def load_keys(role: Constexpr, tile: Tile, n: Int32, is_early: Constexpr, tails:
         k = key_view(spec, op.k, sm.sK, tile, spec.head_dim)
         keys = tile.seqlen_k - tile.kv_block * spec.tile_kv
         tails = load_block(role, (op.k, ch.k, k, sm.sK, None), n, tile.kv_block, keys, tails)
+        if const_expr(spec.cluster > 1):
+            rank = rank_in(spec.cluster)
+            peer, first = tile.kv_block + 1 - 2 * rank, spec.first_peer_column(rank)
+            k = key_view(spec, op.peer_k, sm.sPeerK, tile, spec.peer_columns, first)
+            keys = tile.seqlen_k - peer * spec.tile_kv
+            tails = load_block(role, (op.peer_k, ch.peer_k, k, sm.sPeerK, None), n, peer, keys, tails)
     return tails
 
 
-def key_view(spec: Any, operand: TmaOperand, sX: cute.Tensor, tile: Tile, dim: int) -> Any:
+def key_view(
+    spec: Any, operand: TmaOperand, sX: cute.Tensor, tile: Tile, dim: int, column: Any = 0
+) -> Any:
     mX = rows_of(spec, operand.tensor, tile.head, tile.batch, tile.k_start, 0)
+    mX = cute.domain_offset((0, column), mX)
     return views(operand, cute.local_tile(mX, (spec.tile_kv, dim), (None, 0)), sX)
 
 
@@ -103,7 +113,8 @@ def query_views(role: Role, tile: Tile, head: Int32) -> tuple[Any, Any]:
     mQ, mdO = (rows_of(spec, x.tensor, head, tile.batch, tile.q_start, 0) for x in (op.q, op.dout))
     gQ = cute.local_tile(mQ, (spec.tile_q, spec.head_dim), (None, 0))  # (q, d, block)
     gdO = cute.local_tile(mdO, (spec.tile_q, spec.head_dim_v), (None, 0))  # (q, d, block)
-    return views(op.q, gQ, sm.sQ), views(op.dout, gdO, sm.sdO)
+    ctas = role.ch.q.ctas
+    return views(op.q, gQ, sm.sQ, ctas), views(op.dout, gdO, sm.sdO, ctas)
 
 
 def statistics(role: Role, mX: cute.Tensor, tile: Tile, head: Int32) -> cute.Tensor:
@@ -129,13 +140,14 @@ def load_block(
     spec = role.spec
     operand, ring, (tXsX, tXgX), sX, numbers = what
     num_bytes = cute.size_in_bytes(tXsX.element_type, tXsX[None, 0].layout)
+    to_all = {"mcast_mask": Int16((1 << ring.ctas) - 1)} if ring.ctas > 1 else {}
     if const_expr(numbers is not None):
         num_bytes += 4 * spec.tile_q
     slot = ring.index(n)
     ring.wait_empty(n)
     if const_expr(not spec.packed):
         barrier = ring.expect(n, num_bytes)
-        cute.copy(operand.copy, tXgX[None, block], tXsX[None, slot], tma_bar_ptr=barrier)
+        cute.copy(operand.copy, tXgX[None, block], tXsX[None, slot], tma_bar_ptr=barrier, **to_all)
         copy_numbers(numbers, block, slot, barrier)
     else:
         if rows >= cute.size(sX, mode=[0]):

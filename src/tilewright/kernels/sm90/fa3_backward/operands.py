@@ -23,6 +23,7 @@ class Operands:
     k: TmaOperand  # (kv, d, h[, b])
     v: TmaOperand  # (kv, d, h[, b])
     dout: TmaOperand  # (q, d, h[, b])
+    peer_k: Any  # K, as the other CTA of a cluster needs it: some of the columns at a time
     mLSE: cute.Tensor  # (q, h[, b]), in log2; rows of the workspace
     mDelta: cute.Tensor  # (q, h[, b])
     mdQ: cute.Tensor  # (4, thread, octet, 64 rows, h[, b]), fragments
@@ -55,7 +56,8 @@ class Shared:
     sLSE: cute.Tensor  # (q, stage)
     sDelta: cute.Tensor  # (q, stage)
     sTile: cute.Tensor  # (word, slot)
-    sP: Any = None  # (4, thread, octet), float32, of a wide kernel
+    sPeerK: Any = None  # (kv, d, 1), some columns of the other CTA's K, of a cluster
+    sPeerdS: Any = None  # (kv, q, 1), its dS
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,10 @@ class Channels:
     turn: Ring  # take_turns -> compute: it may add, of a deterministic call
     added: Ring  # compute -> count_additions: it has added
     tail: Ring  # load -> load: a tile that needs its last rows zeroed
-    ds: Ring  # all warpgroups, or the one that makes dS of a wide kernel -> all
+    ds: Ring  # all warpgroups -> all; of a wide kernel, the one that makes it -> the same one
     p: Any = None  # the warpgroup that makes P -> the one that makes dS, of a wide kernel
+    peer_k: Any = None  # load -> compute, of a cluster
+    pair: Any = None  # those who make dS, of both CTAs of a cluster -> all
 
 
 @dataclass(frozen=True)
@@ -116,10 +120,11 @@ def query_limits(spec: Any, op: Operands, tile: Tile, key: Int32) -> tuple[Any, 
 
 
 def query_blocks(spec: Any, op: Operands, tile: Tile) -> tuple[Int32, Int32]:
-    """The first query block that a tile visits, and how many it does."""
-    key = tile.kv_block * spec.tile_kv
+    """The first query block that a tile visits, and how many it does; or a cluster's tiles."""
+    together = spec.cluster_keys
+    key = tile.kv_block // spec.cluster * together
     first, _ = query_limits(spec, op, tile, key)
-    _, past = query_limits(spec, op, tile, cutlass.min(key + spec.tile_kv, tile.seqlen_k) - 1)
+    _, past = query_limits(spec, op, tile, cutlass.min(key + together, tile.seqlen_k) - 1)
     first = Int32(0) if first is None else cutlass.max(first, 0)
     past = tile.seqlen_q if past is None else cutlass.min(past, tile.seqlen_q)
     begin = first // spec.tile_q
@@ -187,9 +192,10 @@ def turn(spec: Any, op: Operands, tile: Tile, q_block: Int32) -> Int32:
         last_query = cutlass.min((q_block + 1) * spec.tile_q, tile.seqlen_q) - 1
         position = last_query + tile.seqlen_k - tile.seqlen_q
         last_key = cutlass.min(position + op.window_right, last_key)
-    earlier = tile.kv_block - first_key // spec.tile_kv
-    later = last_key // spec.tile_kv - tile.kv_block
-    return Int32(cutlass.select_(begins_together(spec, op), earlier, later))
+    mine, together = tile.kv_block // spec.cluster, spec.cluster_keys
+    earlier, later = mine - first_key // together, last_key // together - mine
+    # All tiles of a cluster count, each with its columns, and wait for all.
+    return spec.cluster * Int32(cutlass.select_(begins_together(spec, op), earlier, later))
 
 
 def begins_together(spec: Any, op: Operands) -> Boolean:

@@ -31,8 +31,8 @@ class Order:
     head_dim_v: int
     longest_first: Any  # bool or Boolean: the last keys first
     tiles_per_cta: int
+    cluster: int
     dynamic: bool = True
-    cluster: int = 1
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ def order(spec: BackwardSpec, op: Operands) -> Order:
         spec.head_dim_v,
         longest_first=last_first,
         tiles_per_cta=1,
+        cluster=spec.cluster,
     )
 
 

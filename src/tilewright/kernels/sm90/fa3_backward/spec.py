@@ -46,6 +46,7 @@ class BackwardSpec:
     tile_kv: int = 128
     q_stages: int = 3
     do_stages: int = 2
+    shares_loads: bool = False  # each CTA of a cluster loads half of Q and dO for both
     keys_in_registers: bool = False  # K and V are multiplied from there
     keeps_thread: bool = False  # its index, in a register: to read it takes long in a full queue
     order: tuple[str, ...] = ORDER  # of a step, over head dim 128 always the same
@@ -71,6 +72,27 @@ class BackwardSpec:
         return max(self.head_dim, self.head_dim_v) > 128
 
     @property
+    def cluster(self) -> int:
+        """CTAs that exchange dS, with neighbouring tiles of keys: see `wide.py`."""
+        return 2 if self.is_wide else 1
+
+    @property
+    def cluster_keys(self) -> int:
+        return self.tile_kv * self.cluster
+
+    @property
+    def peer_columns(self) -> int:
+        """Of the other CTA's K that one of a cluster has in shared memory.
+
+        A half of 192 columns is three eighths of them, but shared memory swizzles 64 together.
+        """
+        return 128 if self.is_wide else 0
+
+    def first_peer_column(self, rank: Any) -> Any:
+        """Of those: the CTA of rank 0 makes the first columns of dQ, the other the last."""
+        return (self.head_dim - self.peer_columns) * rank
+
+    @property
     def warpgroups(self) -> int:
         """That compute; one more loads."""
         return 2 if self.is_wide else self.tile_kv // MMA_ROWS
@@ -89,8 +111,10 @@ class BackwardSpec:
     def ds_slots(self) -> int:
         """Of a narrow kernel four, where they fit, so that none is waited for: who writes dS of a
         step n has seen that all wrote that of step n - 2, so they are done with step n - 3, which
-        read that of n - 4."""
-        return 4 if not self.is_wide and self._smem_bytes(4) <= SMEM_BYTES else 2
+        read that of n - 4. Of a wide one, which has so little room, one and the other CTA's."""
+        if self.is_wide:
+            return 1
+        return 4 if self._smem_bytes(4) <= SMEM_BYTES else 2
 
     @property
     def hands_back_ds(self) -> bool:
@@ -116,12 +140,11 @@ class BackwardSpec:
         return self._smem_bytes(self.ds_slots)
 
     def _smem_bytes(self, ds_slots: int) -> int:
-        kv = self.tile_kv * (self.k_stages * self.head_dim + self.head_dim_v)
+        kv = self.tile_kv * (self.k_stages * self.head_dim + self.head_dim_v + self.peer_columns)
         q = self.tile_q * (self.q_stages * self.head_dim + self.do_stages * self.head_dim_v)
-        ds = ds_slots * self.tile_q * self.tile_kv
-        p = 4 * self.tile_q * self.tile_kv if self.is_wide else 0
+        ds = self.cluster * ds_slots * self.tile_q * self.tile_kv
         first = BARRIER_BYTES + 4 * self.tile_q * (self.q_stages + self.do_stages)
-        return 2 * (kv + q + ds) + p + -(-first // TILE_ALIGNMENT) * TILE_ALIGNMENT
+        return 2 * (kv + q + ds) + -(-first // TILE_ALIGNMENT) * TILE_ALIGNMENT
 
     def why_illegal(self) -> str | None:
         """What the chip cannot give this spec; None if it is legal."""
@@ -138,6 +161,8 @@ class BackwardSpec:
             return f"tile {self.tile_q}x{self.tile_kv}: head dims over 128 take 64x64"
         if self.is_wide and self.head_dim <= 128:
             return f"head_dim={self.head_dim}: where head_dim_v is over 128, want 192 or 256"
+        if self.shares_loads and (self.packed or not self.is_wide):
+            return "shares_loads=True: two CTAs must load the same rows, and have none to zero"
         if self.is_wide and self.keys_in_registers:
             return "keys_in_registers: head dims over 128 leave no registers for keys"
         if not self.is_wide and self.q_stages < 3:

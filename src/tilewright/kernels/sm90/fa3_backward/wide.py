@@ -1,16 +1,21 @@
-"""The consumers for head dims over 128: two warpgroups share 64 keys, one has dV, the other dK.
+"""The consumers for head dims over 128: a cluster of two CTAs, each with 64 keys of a pair of tiles.
+
+dK and dV of 64 keys are too many registers for one warpgroup: one has dV, the other dK. And dQ of 64
+keys alone would be more additions than L2 can take. So the CTAs exchange dS, and each makes half the
+columns of dQ, over the keys of both.
 
 Steady state, query blocks i from first to last. Multiplies of a warpgroup run in the order of
-their issue; beside them stands what it does meanwhile, so that none of the two ever has nothing to
-multiply:
+their issue; beside them stands what it does meanwhile:
 
     warpgroup 0                               warpgroup 1
     S_i = K Q_i^T                             dP_i = V dO_i^T
-    dQ_{i-1} = dS_{i-1} K   P_i, to smem      dQ_{i-1} = dS_{i-1} K   P_i from smem, dS_i, to smem
-    dV += P_i dO_i          dQ_{i-1} added    dK += dS_i Q_i          dQ_{i-1} added
+    dQ_{i-1} = dS_{i-1} K   P_i               dQ_{i-1} = dS_{i-1} K
+    dV += P_i dO_i          P_i to smem       (dV)                    dS_i, over P_i
+                            dQ_{i-1} added    dK += dS_i Q_i          dS_i sent, dQ_{i-1} added
 
-Each makes some columns of dQ, a step late: dS_i is there before S_{i+1} is. P goes from one to
-the other in float32, since dS wants it so. Only dV and dK are under way where the loop closes.
+dQ is made a step late: by then dS of the other CTA has come. P goes from one warpgroup to the other
+in the bytes that dS takes its place in; those and what the other CTA sends are free as soon as both
+CTAs have made dQ of the step before. Only dV and dK are under way where the loop closes.
 Everything that is made of queries and keys is transposed here, as in `compute.py`.
 """
 
@@ -25,6 +30,7 @@ from cutlass import Boolean, Constexpr, Int32, const_expr
 
 from tilewright.kernels.blocks.ring import Ring
 from tilewright.kernels.sm90 import matmul
+from tilewright.kernels.sm90.fa3.kernel import rank_in
 from tilewright.kernels.sm90.fa3_backward.compute import release_tile
 from tilewright.kernels.sm90.fa3_backward.operands import (
     Channels,
@@ -66,12 +72,13 @@ def compute_wide(spec: Constexpr, op: Operands, sm: Shared, ch: Channels, mmas: 
     """smem Q, dO, K, V -> gmem dK, dV, and added to dQ. Two warpgroups."""
     thread, _, _ = cute.arch.thread_idx()
     w = cute.arch.make_warp_uniform(thread // 128) - 1
+    rank = rank_in(spec.cluster)
     # Apart at the top: the assembler lets no multiply run beside another under a condition.
     if w == 0:
-        regs = WideRegisters(spec, sm, mmas, thread % 128, 0)
+        regs = WideRegisters(spec, sm, mmas, thread % 128, 0, rank)
         attend_tiles(WideWarpgroup(spec, op, sm, ch, regs))
     else:
-        regs = WideRegisters(spec, sm, mmas, thread % 128, 1)
+        regs = WideRegisters(spec, sm, mmas, thread % 128, 1, rank)
         attend_tiles(WideWarpgroup(spec, op, sm, ch, regs))
 
 
@@ -103,12 +110,13 @@ def attend_tiles(wg: Constexpr):
 
 @cute.jit
 def attend_queries(wg: Constexpr, tile: Tile, sweep: Sweep, numbers: Any):
-    """All queries of all heads that see a tile of keys; `numbers` as in `compute.py`."""
+    """All queries of all heads that see a pair of tiles; `numbers` as in `compute.py`."""
     ch, regs, (tiles, loaded, steps) = wg.ch, wg.regs, numbers
     regs.begin_tile(tile, 0)
     last = steps + sweep.steps - 1
     head, block = sweep.first()
     ch.k.wait_full(loaded)
+    ch.peer_k.wait_full(loaded)
     if const_expr(regs.w == 1):
         ch.v.wait_full(loaded)
     wg.pairs.wait_full(steps)
@@ -122,10 +130,11 @@ def attend_queries(wg: Constexpr, tile: Tile, sweep: Sweep, numbers: Any):
             release_tile(wg, tiles, n + 1 == last)
         attend_block(wg, tile, (n, head, block), before, n < last)
     ch.v.release(loaded)
-    ch.ds.wait_full(last)
-    multiply_dQ(wg, last, regs.parts_dQ)
+    ch.pair.wait_full(last)
+    regs.dQ.multiply()
     matmul.wait(0)
     ch.k.release(loaded)
+    ch.peer_k.release(loaded)
     ch.ds.release(last)
     wg.summed.release(last)
     add_dQ(wg, tile, (last, head, block))
@@ -137,71 +146,73 @@ def attend_block(wg: Constexpr, tile: Tile, step: Any, before: Constexpr, has_ne
     ch, regs, (n, _, block) = wg.ch, wg.regs, step
     acc = regs.multiply_pairs(wg.pairs.index(n))
     if const_expr(before is not None):
-        ch.ds.wait_full(n - 1)
-        multiply_dQ(wg, n - 1, regs.parts_dQ[: regs.early_parts])
-    matmul.wait(0 if before is None else regs.early_parts)
+        ch.pair.wait_full(n - 1)
+        regs.dQ.multiply()
+    matmul.wait(0 if before is None else 1)
     if const_expr(before is not None):
         wg.summed.release(n - 1)
     is_there = wg.summed.is_full(n)
     if const_expr(regs.w == 0):
-        hand_on_P(wg, acc, tile, n, block)
+        make_dV(wg, acc, tile, (n, block, is_there), before)
     else:
-        hand_on_dS(wg, acc, tile, n, block)
-    wg.pairs.release(n)
-    is_next_there = wg.pairs.is_full(n + 1)
-    if not is_there:
-        wg.summed.wait_full(n)
-    if const_expr(before is not None):
-        multiply_dQ(wg, n - 1, regs.parts_dQ[regs.early_parts :])
-    if const_expr(regs.w == 0):
-        regs.multiply_dV(ch.do.index(n))
-    else:
-        ch.ds.wait_full(n)
-        regs.multiply_dK_from(ch.ds.index(n), ch.q.index(n))
-    if has_next & (not is_next_there):
+        make_dK(wg, acc, tile, (n, block, is_there), before)
+    if has_next:
         wg.pairs.wait_full(n + 1)
     if const_expr(before is not None):
-        matmul.wait(1)
-        ch.ds.release(n - 1)
         add_dQ(wg, tile, before)
 
 
-def multiply_dQ(wg: WideWarpgroup, n: Int32, parts: list[Any]) -> None:
-    for part in parts:
-        part.multiply(wg.ch.ds.index(n))
-
-
 @cute.jit
-def hand_on_P(wg: Constexpr, acc: cute.Tensor, tile: Tile, n: Int32, block: Int32):
+def make_dV(wg: Constexpr, acc: cute.Tensor, tile: Tile, step: Any, before: Constexpr):
     """S -> P, as A of the multiply that makes dV, and in smem, for dS."""
-    regs, p = wg.regs, wg.ch.p
-    is_free = p.is_empty(n)
+    ch, regs, (n, block, is_there) = wg.ch, wg.regs, step
+    lse = regs.numbers(wg.sm.sLSE, ch.q.index(n))
     if const_expr(wg.spec.has_softcap):
         cap(wg, matmul.as_rows(acc), tile, block)
-        make_capped_P(wg, acc, regs.numbers(wg.sm.sLSE, wg.ch.q.index(n)))
+        make_capped_P(wg, acc, lse)
     else:
-        make_P(wg, acc, regs.numbers(wg.sm.sLSE, wg.ch.q.index(n)), tile, block)
-    if not is_free:
-        p.wait_empty(n)
-    regs.write_P(acc)
-    p.publish(n)
+        make_P(wg, acc, lse, tile, block)
+    packed = regs.pack_P(acc)
+    ch.q.release(n)
+    if not is_there:
+        ch.do.wait_full(n)
+    regs.multiply_dV(ch.do.index(n))
+    let_dS_go(wg, n, before)
+    ch.ds.wait_empty(n)
+    regs.write_P(packed)
+    ch.p.publish(n)
 
 
 @cute.jit
-def hand_on_dS(wg: Constexpr, acc: cute.Tensor, tile: Tile, n: Int32, block: Int32):
-    """dP -> dS, to smem."""
-    regs, p, ds = wg.regs, wg.ch.p, wg.ch.ds
-    is_free = ds.is_empty(n)
-    p.wait_full(n)
-    regs.make_dS(acc, wg.sm.sDelta, wg.ch.do.index(n))
-    p.release(n)
+def make_dK(wg: Constexpr, acc: cute.Tensor, tile: Tile, step: Any, before: Constexpr):
+    """dP -> dS, as A of the multiply that makes dK, in smem, and there in the other CTA too."""
+    ch, regs, (n, block, is_there) = wg.ch, wg.regs, step
+    let_dS_go(wg, n, before)
+    ch.p.wait_full(n)
+    regs.make_dS(acc, wg.sm.sDelta, ch.do.index(n))
+    ch.do.release(n)
     if is_cut(wg, tile, block):
         # What a hidden pair is multiplied by may be NaN.
         hide(wg, matmul.as_rows(acc), tile, block, 0.0)
     regs.rdS.store(acc.load().to(regs.rdS.element_type))
-    if not is_free:
-        ds.wait_empty(n)
-    regs.write_dS(ds.index(n))
-    # Orders dS's writes before the multiplies that read them.
+    # All lanes have read what they write over.
+    cute.arch.sync_warp()
+    regs.write_dS(0)
+    # Orders dS's writes before the multiplies and the copy that read them.
     cute.arch.fence_proxy("async.shared", space="cta")
-    ds.publish(n)
+    ch.ds.publish(n)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(ch.pair.full(n), regs.sent_bytes)
+        regs.send_dS(ch.pair.full(n))
+    if not is_there:
+        ch.q.wait_full(n)
+    ch.ds.wait_full(n)
+    regs.multiply_dK_from(0, ch.q.index(n))
+
+
+@cute.jit
+def let_dS_go(wg: Constexpr, n: Int32, before: Constexpr):
+    """That of the step before, in both CTAs, when dQ is made of it. dV may be under way."""
+    if const_expr(before is not None):
+        matmul.wait(1 - wg.regs.w)
+        wg.ch.ds.release(n - 1)

@@ -1,43 +1,42 @@
-"""A warpgroup's fragments where one holds dV of 64 keys, and another their dK."""
+"""A warpgroup's fragments where one holds dV of 64 keys, and another their dK; a cluster of two."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import warp
 
+from tilewright.kernels.blocks.arithmetic import fma
 from tilewright.kernels.blocks.carried import Unchanged
 from tilewright.kernels.sm90 import matmul
 from tilewright.kernels.sm90.fa3_backward.load import transposed
 from tilewright.kernels.sm90.fa3_backward.operands import Shared
 from tilewright.kernels.sm90.fa3_backward.registers import (
-    FRAGMENT,
+    OCTET_BYTES,
     Registers,
     add_fragments,
     zeros,
 )
 from tilewright.kernels.sm90.fa3_backward.spec import BackwardSpec
 
+# P goes from one warpgroup to the other in float16, whatever the dtype is. So scaled it has 11 bits
+# down to 2^-29, and some to 2^-39.
+P_SCALE = 2.0**15
+WARP_ROWS = 16  # of P and dS, a warp's; the two lie in the same bytes
+VECTOR = 8  # float16 numbers that a thread stores at once
 
-def dq_parts(spec: BackwardSpec, w: int) -> list[tuple[int, int]]:
-    """The multiplies that make a warpgroup's share of dQ: columns, and the first of them.
 
-    As few as registers allow, since each reads dS. Shared memory swizzles 64 columns together, so
-    192 are not halved.
+def dq_columns(spec: BackwardSpec, w: int, rank: Int32) -> tuple[int, Int32]:
+    """A warpgroup's columns of dQ, and the first of them.
+
+    The CTA of rank 0 has the first half. A multiply of few columns costs much, since each reads dS,
+    and shared memory swizzles 64 columns together: so 96 are 64 and 32.
     """
     if spec.head_dim == 256:
-        return [(64, 128 * w), (64, 128 * w + 64)]
-    return [(64, 128)] if w else [(128, 0)]
-
-
-def p_layout(spec: BackwardSpec) -> cute.Layout:
-    """Shared memory of P: (4, thread, octet), as the thread that reads it holds it.
-
-    A warp's 16-byte accesses lie side by side, so without conflicts.
-    """
-    return cute.make_layout((FRAGMENT, 128, spec.tile_q // 8))
+        return 64, 128 * rank + 64 * w
+    return (32, 64 + 32 * rank) if w else (64, 128 * rank)
 
 
 class WideRegisters(Registers):
@@ -47,7 +46,9 @@ class WideRegisters(Registers):
     summed up in `acc`, and some of the columns of dQ. `w` is known when the kernel is traced.
     """
 
-    def __init__(self, spec: BackwardSpec, sm: Shared, mmas: Any, thread: Int32, w: int):
+    def __init__(
+        self, spec: BackwardSpec, sm: Shared, mmas: Any, thread: Int32, w: int, rank: Int32
+    ):
         self.spec, self.thread, self.w = spec, thread, w
         self.first_key, self.first_octet = 0, 0
         self.mma_S, mma_dV, mma_dK = mmas[:3]
@@ -63,7 +64,8 @@ class WideRegisters(Registers):
             self.mma_sum.partition_shape_C((matmul.ROWS, dim)), Float32
         )
         self.acc_dV = self.acc_dK = self.acc  # whichever it is
-        self.parts_dQ = [PartOfdQ(sm, thread, *part) for part in dq_parts(spec, w)]
+        self.dQ = ColumnsOfdQ(spec, sm, thread, w, rank)
+        self.peer = 1 - rank
         dtype = sm.sQ.element_type
         self.rP, self.rdS = (cute.make_rmem_tensor(self.shape_S, dtype) for _ in range(2))
         # dS is read back from shared memory for dK too: with it in registers there are too few of
@@ -74,7 +76,12 @@ class WideRegisters(Registers):
         self.store_dS = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
         self.part_store = cute.make_tiled_copy_C(self.store_dS, self.mma_S).get_slice(thread)
         self.sdS = sm.sdS
-        self.sP = sm.sP[None, thread, None]  # (4, octet)
+        self.sPeerdS = sm.sPeerdS
+        # (8, vector): a warp's 16-byte accesses lie side by side, so without conflicts, and where
+        # its rows of dS are. Whatever a warp has read it may overwrite.
+        lanes = cute.make_layout((VECTOR, (32, 4), 4), stride=(1, (VECTOR, 4 * 32 * VECTOR), 256))
+        p = cute.recast_ptr(sm.sdS.iterator, swizzle_=None, dtype=Float16)
+        self.sP = cute.make_tensor(p, lanes)[None, thread, None]
 
     def multiply_pairs(self, slot: Int32) -> cute.Tensor:
         """The accumulator of S^T = K Q^T, or of dP^T = V dO^T."""
@@ -92,56 +99,90 @@ class WideRegisters(Registers):
         A, B = self.tSumrA[None, None, None, slot_dS], self.tSumrB[None, None, None, slot]
         matmul.gemm(self.mma_sum, self.acc, A, B, accumulate=True)
 
-    @property
-    def early_parts(self) -> int:
-        """Of dQ's, those that run under the making of P or dS. A softcap needs the registers."""
-        return 0 if self.spec.has_softcap else 1
-
     def add_dQ(self, sums: Int64) -> None:
-        for part in self.parts_dQ:
-            add_fragments(part.acc, sums, part.first // 8)
+        add_fragments(self.dQ.acc, sums + Int64(self.dQ.first) * (OCTET_BYTES // 8), 0)
 
-    def write_P(self, acc: cute.Tensor) -> None:
-        """P, an accumulator -> smem."""
-        for i in range(self.spec.tile_q // 8):
-            cute.autovec_copy(_octets(acc)[None, i], self.sP[None, i])
+    def pack_P(self, acc: cute.Tensor) -> cute.Tensor:
+        """P, an accumulator, as it goes to the other warpgroup."""
+        packed = cute.make_rmem_tensor(acc.layout, Float16)
+        packed.store((acc.load() * P_SCALE).to(Float16))
+        return packed
+
+    def write_P(self, packed: cute.Tensor) -> None:
+        """registers -> smem."""
+        for i in range(cute.size(packed) // VECTOR):
+            cute.autovec_copy(_vectors(packed)[None, i], self.sP[None, i])
 
     def make_dS(self, acc: cute.Tensor, sDelta: cute.Tensor, slot: Int32) -> None:
-        """dP -> dS, in place, with P from shared memory; an octet at a time, to save registers."""
+        """dP -> dS, in place, with P from shared memory; two octets at a time, to save registers."""
         lane = self.thread % matmul.ROW_LANES
         pairs = cute.local_tile(sDelta[None, slot], (2,), (None,))  # (2, pair)
-        for i in range(self.spec.tile_q // 8):
-            P, delta = (cute.make_rmem_tensor(size, Float32) for size in (FRAGMENT, 2))
-            cute.autovec_copy(self.sP[None, i], P)
-            cute.autovec_copy(pairs[None, matmul.ROW_LANES * i + lane], delta)
-            dP = _octets(acc)[None, i]
-            for e in range(FRAGMENT):
-                dP[e] = P[e] * (dP[e] - delta[e % 2])
+        for i in range(cute.size(acc) // VECTOR):
+            packed = cute.make_rmem_tensor(VECTOR, Float16)
+            cute.autovec_copy(self.sP[None, i], packed)
+            P = cute.make_rmem_tensor(VECTOR, Float32)
+            P.store(packed.load().to(Float32))
+            delta = cute.make_rmem_tensor((2, 2), Float32)
+            for half in range(2):
+                octet = 2 * i + half
+                cute.autovec_copy(
+                    pairs[None, matmul.ROW_LANES * octet + lane], delta[None, half]
+                )
+            dP = _vectors(acc)[None, i]
+            for e in range(VECTOR):
+                unscaled = delta[e % 2, e // 4] * (-1 / P_SCALE)
+                dP[e] = P[e] * fma(dP[e], 1 / P_SCALE, unscaled)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of dS, by one warp."""
+        return 2 * WARP_ROWS * self.spec.tile_q
+
+    def send_dS(self, barrier: cute.Pointer) -> None:
+        """This warp's rows of dS, once they are written, to the other CTA, whose `barrier` counts
+        them. By one thread."""
+        # The DSL has a copy for this, which does not find the other CTA's barrier.
+        offset = self.thread // 32 * WARP_ROWS * self.spec.tile_q
+        source, target = (
+            cute.recast_ptr(x.iterator, swizzle_=None) + offset for x in (self.sdS, self.sPeerdS)
+        )
+        target, barrier = (cute.arch.map_dsmem_ptr(x, self.peer) for x in (target, barrier))
+        cute.arch.inline_ptx(
+            "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
+            f"[{{$r0}}], [{{$r1}}], {self.sent_bytes}, [{{$r2}}];",
+            read_only_args=[x.toint() for x in (target, source, barrier)],
+        )
 
 
-class PartOfdQ(Unchanged):
-    """Some columns of dQ, from `first` on, as one multiply makes them."""
+class ColumnsOfdQ(Unchanged):
+    """Some columns of dQ, of the keys of both CTAs."""
 
-    def __init__(self, sm: Shared, thread: Int32, columns: int, first: int):
+    def __init__(self, spec: BackwardSpec, sm: Shared, thread: Int32, w: int, rank: Int32):
         MN = matmul.MN_MAJOR
-        self.first = first
+        columns, self.first = dq_columns(spec, w, rank)
         self.mma = matmul.make_mma(
             sm.sK.element_type, columns, MN, a_in_registers=False, a_layout=MN
         )
         part = self.mma.get_slice(thread)
-        sKt = transposed(sm.sK)[None, None, 0]  # (d, kv)
-        sKt = cute.local_tile(sKt, (columns, cute.size(sKt, mode=[1])), (first // columns, 0))
-        self.tQrdS = self.mma.make_fragment_A(part.partition_A(transposed(sm.sdS)))
-        self.tQrK = self.mma.make_fragment_B(part.partition_B(sKt))
+        self.pairs = []
+        for sdS, sK, first in (
+            (sm.sdS, sm.sK, self.first),
+            (sm.sPeerdS, sm.sPeerK, self.first - spec.first_peer_column(rank)),
+        ):
+            sKt = transposed(sK)[None, None, 0]  # (d, kv)
+            sKt = cute.local_tile(sKt, (columns, spec.tile_kv), (first // columns, 0))
+            A = self.mma.make_fragment_A(part.partition_A(transposed(sdS)))
+            B = self.mma.make_fragment_B(part.partition_B(sKt))
+            self.pairs.append((A[None, None, None, 0], B))
         self.shape = self.mma.partition_shape_C((matmul.ROWS, columns))
         self.acc: Any = None  # of the last step
 
-    def multiply(self, slot: Int32) -> None:
+    def multiply(self) -> None:
         # dQ = dS K
-        self.acc, A = zeros(self.shape), self.tQrdS[None, None, None, slot]
-        matmul.gemm(self.mma, self.acc, A, self.tQrK, accumulate=False)
+        self.acc = zeros(self.shape)
+        matmul.gemm_sum(self.mma, self.acc, self.pairs, accumulate=False)
 
 
-def _octets(acc: cute.Tensor) -> cute.Tensor:
-    """An accumulator as (4, octet): what a thread holds of each octet of columns."""
-    return cute.make_tensor(acc.iterator, cute.make_layout((FRAGMENT, cute.size(acc) // FRAGMENT)))
+def _vectors(acc: cute.Tensor) -> cute.Tensor:
+    """An accumulator as (8, vector): two octets of columns, four numbers of each."""
+    return cute.make_tensor(acc.iterator, cute.make_layout((VECTOR, cute.size(acc) // VECTOR)))
