@@ -60,8 +60,8 @@ _BACKWARD_TILES: dict[tuple[int, int], dict[str, Any]] = {
     # Head dim 96 goes through these too. Two warpgroups would make 48 columns of dQ each there, and
     # shared memory swizzles 96 in groups of 32; tiles of 64 keys add to dQ twice as often.
     (128, 128): {"do_stages": 3},
-    (192, 128): {"tile_kv": 64, "q_stages": 3, "do_stages": 3},
-    (192, 192): {"tile_kv": 64, "q_stages": 3, "do_stages": 3},
+    (192, 128): {"tile_kv": 64, "q_stages": 3, "do_stages": 3, "adds_at_P": True},
+    (192, 192): {"tile_kv": 64, "q_stages": 2, "do_stages": 3},
     (256, 256): {"tile_kv": 64, "q_stages": 2, "do_stages": 2},
 }
 # With a softcap P comes with dS: see `scores.cap`. And it takes a register less, which a window

@@ -151,9 +151,9 @@ class Backward:
             added=ring(smem, 2),
             tail=ring(smem, 1),
             ds=ring(smem, spec.ds_slots, spec.cluster),
-            p=ring(smem, 1) if pair else None,
+            p=ring(smem, spec.ds_slots) if pair else None,
             peer_k=ring(smem, 1) if pair else None,
-            pair=ring(smem, 1) if pair else None,
+            pair=ring(smem, spec.ds_slots) if pair else None,
         )
         sTile = smem.allocate_tensor(Int32, cute.make_layout((TILE_WORDS, spec.tiles_ahead)), 16)
         sLSE, sDelta = (
@@ -226,7 +226,7 @@ def peer_layouts(spec: BackwardSpec) -> tuple[Any, Any]:
     dtype = DTYPES[spec.dtype]
     return (
         matmul.keys_layout(dtype, spec.tile_kv, spec.peer_columns, 1),
-        matmul.keys_layout(dtype, spec.tile_kv, spec.tile_q, 1),
+        matmul.keys_layout(dtype, spec.tile_kv, spec.tile_q, spec.ds_slots),
     )
 
 

@@ -47,6 +47,7 @@ class BackwardSpec:
     q_stages: int = 3
     do_stages: int = 2
     shares_loads: bool = False  # each CTA of a cluster loads half of Q and dO for both
+    adds_at_P: bool = False  # where P changes hands, not under S and dK; over head dim 128
     keys_in_registers: bool = False  # K and V are multiplied from there
     keeps_thread: bool = False  # its index, in a register: to read it takes long in a full queue
     order: tuple[str, ...] = ORDER  # of a step, over head dim 128 always the same
@@ -112,9 +113,8 @@ class BackwardSpec:
         """Of a narrow kernel four, where they fit, so that none is waited for: who writes dS of a
         step n has seen that all wrote that of step n - 2, so they are done with step n - 3, which
         read that of n - 4. Of a wide one, which has so little room, one and the other CTA's."""
-        if self.is_wide:
-            return 1
-        return 4 if self._smem_bytes(4) <= SMEM_BYTES else 2
+        more, few = (2, 1) if self.is_wide else (4, 2)
+        return more if self._smem_bytes(more) <= SMEM_BYTES else few
 
     @property
     def hands_back_ds(self) -> bool:

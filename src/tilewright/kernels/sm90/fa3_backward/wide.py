@@ -8,14 +8,16 @@ Steady state, query blocks i from first to last. Multiplies of a warpgroup run i
 their issue; beside them stands what it does meanwhile:
 
     warpgroup 0                               warpgroup 1
-    S_i = K Q_i^T                             dP_i = V dO_i^T
-    dQ_{i-1} = dS_{i-1} K   P_i               dQ_{i-1} = dS_{i-1} K
-    dV += P_i dO_i          P_i to smem       (dV)                    dS_i, over P_i
-                            dQ_{i-1} added    dK += dS_i Q_i          dS_i sent, dQ_{i-1} added
+    S_i = K Q_i^T           dQ_{i-2} added    dP_i = V dO_i^T
+                            P_i, to smem      dQ_{i-1} = dS_{i-1} K
+    dV += P_i dO_i                                                    dS_i, over P_i, and sent
+    dQ_{i-1} = dS_{i-1} K                     dK += dS_i Q_i          dQ_{i-1} added
 
-dQ is made a step late: by then dS of the other CTA has come. P goes from one warpgroup to the other
-in the bytes that dS takes its place in; those and what the other CTA sends are free as soon as both
-CTAs have made dQ of the step before. Only dV and dK are under way where the loop closes.
+dQ is made a step late, when the other CTA's dS has come. P goes from one warpgroup to the other in
+the bytes that dS takes its place in. Those, and what the other CTA sends, are free as soon as both
+CTAs have made dQ of them. At head dim 256 there is room for one of each: there dQ_{i-1} is made
+before P_i is written, and before dV.
+Only dK is under way where the loop closes, since its sum is not read there.
 Everything that is made of queries and keys is transposed here, as in `compute.py`.
 """
 
@@ -42,12 +44,16 @@ from tilewright.kernels.sm90.fa3_backward.operands import (
 from tilewright.kernels.sm90.fa3_backward.scores import (
     Warpgroup,
     cap,
-    hide,
-    is_cut,
     make_capped_P,
     make_P,
 )
-from tilewright.kernels.sm90.fa3_backward.step import add_dQ
+from tilewright.kernels.sm90.fa3_backward.step import (
+    Place,
+    add_dQ,
+    add_older,
+    hide_dS,
+    wait_unless,
+)
 from tilewright.kernels.sm90.fa3_backward.store import store_dK, store_dV
 from tilewright.kernels.sm90.fa3_backward.wide_registers import WideRegisters
 
@@ -60,11 +66,6 @@ class WideWarpgroup(Warpgroup):
     def pairs(self) -> Ring:
         """Of the queries that its S or dP is made of."""
         return self.ch.do if self.regs.w else self.ch.q
-
-    @property
-    def summed(self) -> Ring:
-        """Of those that its dV or dK is."""
-        return self.ch.q if self.regs.w else self.ch.do
 
 
 @cute.jit
@@ -111,108 +112,133 @@ def attend_tiles(wg: Constexpr):
 @cute.jit
 def attend_queries(wg: Constexpr, tile: Tile, sweep: Sweep, numbers: Any):
     """All queries of all heads that see a pair of tiles; `numbers` as in `compute.py`."""
-    ch, regs, (tiles, loaded, steps) = wg.ch, wg.regs, numbers
+    ch, regs, (tiles, loaded, first) = wg.ch, wg.regs, numbers
+    step = step_of_dK if regs.w else step_of_dV
     regs.begin_tile(tile, 0)
-    last = steps + sweep.steps - 1
+    last = first + sweep.steps - 1
     head, block = sweep.first()
     ch.k.wait_full(loaded)
     ch.peer_k.wait_full(loaded)
     if const_expr(regs.w == 1):
         ch.v.wait_full(loaded)
-    wg.pairs.wait_full(steps)
+    wg.pairs.wait_full(first)
     if const_expr(wg.spec.deterministic):
-        release_tile(wg, tiles, steps + 1 >= last)
-    attend_block(wg, tile, (steps, head, block), None, steps < last)
-    for n in cutlass.range(steps + 1, last + 1, unroll=1):
-        before = n - 1, head, block
+        release_tile(wg, tiles, first + 1 >= last)
+    step(wg, tile, Place(first, first, block, first < last), None)
+    older = (head, block)
+    for n in cutlass.range(first + 1, last + 1, unroll=1):
+        before = (head, block)
         head, block = sweep.after(wg.spec, head, block)
         if const_expr(wg.spec.deterministic):
             release_tile(wg, tiles, n + 1 == last)
-        attend_block(wg, tile, (n, head, block), before, n < last)
+        step(wg, tile, Place(n, first, block, n < last), (before, older))
+        older = before
     ch.v.release(loaded)
-    ch.pair.wait_full(last)
-    regs.dQ.multiply()
+    if const_expr(regs.w == 0):
+        add_older(wg, tile, (last - 1, *older), first)
+    multiply_dQ(wg, last)
     matmul.wait(0)
     ch.k.release(loaded)
     ch.peer_k.release(loaded)
     ch.ds.release(last)
-    wg.summed.release(last)
+    if const_expr(regs.w == 1):
+        ch.q.release(last)
     add_dQ(wg, tile, (last, head, block))
 
 
 @cute.jit
-def attend_block(wg: Constexpr, tile: Tile, step: Any, before: Constexpr, has_next: Boolean):
-    """Step (n, head, query block), and dQ of the one `before`."""
-    ch, regs, (n, _, block) = wg.ch, wg.regs, step
-    acc = regs.multiply_pairs(wg.pairs.index(n))
-    if const_expr(before is not None):
-        ch.pair.wait_full(n - 1)
-        regs.dQ.multiply()
-    matmul.wait(0 if before is None else 1)
-    if const_expr(before is not None):
-        wg.summed.release(n - 1)
-    is_there = wg.summed.is_full(n)
-    if const_expr(regs.w == 0):
-        make_dV(wg, acc, tile, (n, block, is_there), before)
-    else:
-        make_dK(wg, acc, tile, (n, block, is_there), before)
-    if has_next:
-        wg.pairs.wait_full(n + 1)
-    if const_expr(before is not None):
-        add_dQ(wg, tile, before)
+def step_of_dV(wg: Constexpr, tile: Tile, place: Place, before: Constexpr):
+    """Warpgroup 0's: S -> P, for dV and for warpgroup 1; dQ of the step before.
 
-
-@cute.jit
-def make_dV(wg: Constexpr, acc: cute.Tensor, tile: Tile, step: Any, before: Constexpr):
-    """S -> P, as A of the multiply that makes dV, and in smem, for dS."""
-    ch, regs, (n, block, is_there) = wg.ch, wg.regs, step
-    lse = regs.numbers(wg.sm.sLSE, ch.q.index(n))
-    if const_expr(wg.spec.has_softcap):
-        cap(wg, matmul.as_rows(acc), tile, block)
-        make_capped_P(wg, acc, lse)
+    `before` are the head and the block of queries of that step, and of the one before that.
+    """
+    spec, ch, regs, n = wg.spec, wg.ch, wg.regs, place.n
+    lse = None if spec.has_softcap else regs.numbers(wg.sm.sLSE, ch.q.index(n))
+    acc = regs.multiply_pairs(ch.q.index(n))
+    if const_expr(before is not None and not spec.adds_at_P):
+        add_older(wg, tile, (n - 2, *before[1]), place.first)
+    matmul.wait(0)
+    is_there = ch.do.is_full(n)
+    if const_expr(spec.has_softcap):
+        cap(wg, matmul.as_rows(acc), tile, place.block)
+        make_capped_P(wg, acc, regs.numbers(wg.sm.sLSE, ch.q.index(n)))
     else:
-        make_P(wg, acc, lse, tile, block)
+        make_P(wg, acc, lse, tile, place.block)
     packed = regs.pack_P(acc)
     ch.q.release(n)
-    if not is_there:
-        ch.do.wait_full(n)
-    regs.multiply_dV(ch.do.index(n))
-    let_dS_go(wg, n, before)
+    has_room = spec.ds_slots > 1
+    if const_expr(not has_room):
+        if const_expr(before is not None):
+            multiply_dQ(wg, n - 1)
+        multiply_dV(wg, n, is_there)
+        if const_expr(before is not None):
+            matmul.wait(1)
+            ch.ds.release(n - 1)
     ch.ds.wait_empty(n)
-    regs.write_P(packed)
+    regs.write_P(packed, ch.ds.index(n))
     ch.p.publish(n)
+    if const_expr(before is not None and spec.adds_at_P):
+        add_older(wg, tile, (n - 2, *before[1]), place.first)
+    if const_expr(has_room):
+        multiply_dV(wg, n, is_there)
+        if const_expr(before is not None):
+            multiply_dQ(wg, n - 1)
+            matmul.wait(1)
+            ch.do.release(n)
+    if place.has_next:
+        ch.q.wait_full(n + 1)
+    matmul.wait(0)
+    if const_expr(before is None or not has_room):
+        ch.do.release(n)
+    else:
+        ch.ds.release(n - 1)
 
 
 @cute.jit
-def make_dK(wg: Constexpr, acc: cute.Tensor, tile: Tile, step: Any, before: Constexpr):
-    """dP -> dS, as A of the multiply that makes dK, in smem, and there in the other CTA too."""
-    ch, regs, (n, block, is_there) = wg.ch, wg.regs, step
-    let_dS_go(wg, n, before)
+def step_of_dK(wg: Constexpr, tile: Tile, place: Place, before: Constexpr):
+    """Warpgroup 1's: dP -> dS, for dK, and for dQ in both CTAs; dQ of the step before."""
+    spec, ch, regs, n = wg.spec, wg.ch, wg.regs, place.n
+    acc = regs.multiply_pairs(ch.do.index(n))
+    if const_expr(before is not None):
+        multiply_dQ(wg, n - 1)
+        matmul.wait(1)
+        ch.q.release(n - 1)
+    is_there = ch.q.is_full(n)
+    matmul.wait(0)
+    if const_expr(before is not None):
+        ch.ds.release(n - 1)
+        if const_expr(spec.adds_at_P):
+            add_dQ(wg, tile, (n - 1, *before[0]))
+    slot = ch.ds.index(n)
     ch.p.wait_full(n)
-    regs.make_dS(acc, wg.sm.sDelta, ch.do.index(n))
+    regs.make_dS(acc, slot, wg.sm.sDelta, ch.do.index(n))
     ch.do.release(n)
-    if is_cut(wg, tile, block):
-        # What a hidden pair is multiplied by may be NaN.
-        hide(wg, matmul.as_rows(acc), tile, block, 0.0)
+    hide_dS(wg, matmul.as_rows(acc), tile, place.block)
     regs.rdS.store(acc.load().to(regs.rdS.element_type))
     # All lanes have read what they write over.
     cute.arch.sync_warp()
-    regs.write_dS(0)
+    regs.write_dS(slot)
     # Orders dS's writes before the multiplies and the copy that read them.
     cute.arch.fence_proxy("async.shared", space="cta")
     ch.ds.publish(n)
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(ch.pair.full(n), regs.sent_bytes)
-        regs.send_dS(ch.pair.full(n))
-    if not is_there:
-        ch.q.wait_full(n)
+        regs.send_dS(slot, ch.pair.full(n))
+    wait_unless(is_there, ch.q, n)
     ch.ds.wait_full(n)
-    regs.multiply_dK_from(0, ch.q.index(n))
+    regs.multiply_dK_from(slot, ch.q.index(n))
+    if place.has_next:
+        ch.do.wait_full(n + 1)
+    if const_expr(before is not None and not spec.adds_at_P):
+        add_dQ(wg, tile, (n - 1, *before[0]))
 
 
-@cute.jit
-def let_dS_go(wg: Constexpr, n: Int32, before: Constexpr):
-    """That of the step before, in both CTAs, when dQ is made of it. dV may be under way."""
-    if const_expr(before is not None):
-        matmul.wait(1 - wg.regs.w)
-        wg.ch.ds.release(n - 1)
+def multiply_dV(wg: WideWarpgroup, n: Int32, is_there: Boolean) -> None:
+    wait_unless(is_there, wg.ch.do, n)
+    wg.regs.multiply_dV(wg.ch.do.index(n))
+
+
+def multiply_dQ(wg: WideWarpgroup, n: Int32) -> None:
+    """Of step `n`, when both CTAs have made their dS."""
+    wg.ch.pair.wait_full(n)
+    wg.regs.dQ.multiply(wg.ch.ds.index(n))

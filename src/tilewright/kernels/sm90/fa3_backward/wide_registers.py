@@ -77,11 +77,13 @@ class WideRegisters(Registers):
         self.part_store = cute.make_tiled_copy_C(self.store_dS, self.mma_S).get_slice(thread)
         self.sdS = sm.sdS
         self.sPeerdS = sm.sPeerdS
-        # (8, vector): a warp's 16-byte accesses lie side by side, so without conflicts, and where
+        # (8, vector, slot): a warp's 16-byte accesses lie side by side, so without conflicts, and where
         # its rows of dS are. Whatever a warp has read it may overwrite.
-        lanes = cute.make_layout((VECTOR, (32, 4), 4), stride=(1, (VECTOR, 4 * 32 * VECTOR), 256))
-        p = cute.recast_ptr(sm.sdS.iterator, swizzle_=None, dtype=Float16)
-        self.sP = cute.make_tensor(p, lanes)[None, thread, None]
+        shape = VECTOR, (32, matmul.ROWS // WARP_ROWS), spec.tile_q // 16, spec.ds_slots
+        warp_size, size = WARP_ROWS * spec.tile_q, matmul.ROWS * spec.tile_q
+        p = cute.make_layout(shape, stride=(1, (VECTOR, warp_size), 32 * VECTOR, size))
+        p = cute.make_tensor(cute.recast_ptr(sm.sdS.iterator, swizzle_=None, dtype=Float16), p)
+        self.sP = p[None, thread, None, None]
 
     def multiply_pairs(self, slot: Int32) -> cute.Tensor:
         """The accumulator of S^T = K Q^T, or of dP^T = V dO^T."""
@@ -108,18 +110,18 @@ class WideRegisters(Registers):
         packed.store((acc.load() * P_SCALE).to(Float16))
         return packed
 
-    def write_P(self, packed: cute.Tensor) -> None:
+    def write_P(self, packed: cute.Tensor, slot: Int32) -> None:
         """registers -> smem."""
         for i in range(cute.size(packed) // VECTOR):
-            cute.autovec_copy(_vectors(packed)[None, i], self.sP[None, i])
+            cute.autovec_copy(_vectors(packed)[None, i], self.sP[None, i, slot])
 
-    def make_dS(self, acc: cute.Tensor, sDelta: cute.Tensor, slot: Int32) -> None:
+    def make_dS(self, acc: cute.Tensor, slot: Int32, sDelta: cute.Tensor, slot_dO: Int32) -> None:
         """dP -> dS, in place, with P from shared memory; two octets at a time, to save registers."""
         lane = self.thread % matmul.ROW_LANES
-        pairs = cute.local_tile(sDelta[None, slot], (2,), (None,))  # (2, pair)
+        pairs = cute.local_tile(sDelta[None, slot_dO], (2,), (None,))  # (2, pair)
         for i in range(cute.size(acc) // VECTOR):
             packed = cute.make_rmem_tensor(VECTOR, Float16)
-            cute.autovec_copy(self.sP[None, i], packed)
+            cute.autovec_copy(self.sP[None, i, slot], packed)
             P = cute.make_rmem_tensor(VECTOR, Float32)
             P.store(packed.load().to(Float32))
             delta = cute.make_rmem_tensor((2, 2), Float32)
@@ -138,13 +140,14 @@ class WideRegisters(Registers):
         """Of dS, by one warp."""
         return 2 * WARP_ROWS * self.spec.tile_q
 
-    def send_dS(self, barrier: cute.Pointer) -> None:
+    def send_dS(self, slot: Int32, barrier: cute.Pointer) -> None:
         """This warp's rows of dS, once they are written, to the other CTA, whose `barrier` counts
         them. By one thread."""
         # The DSL has a copy for this, which does not find the other CTA's barrier.
-        offset = self.thread // 32 * WARP_ROWS * self.spec.tile_q
+        row = slot * matmul.ROWS + self.thread // 32 * WARP_ROWS
         source, target = (
-            cute.recast_ptr(x.iterator, swizzle_=None) + offset for x in (self.sdS, self.sPeerdS)
+            cute.recast_ptr(x.iterator, swizzle_=None) + row * self.spec.tile_q
+            for x in (self.sdS, self.sPeerdS)
         )
         target, barrier = (cute.arch.map_dsmem_ptr(x, self.peer) for x in (target, barrier))
         cute.arch.inline_ptx(
@@ -173,14 +176,15 @@ class ColumnsOfdQ(Unchanged):
             sKt = cute.local_tile(sKt, (columns, spec.tile_kv), (first // columns, 0))
             A = self.mma.make_fragment_A(part.partition_A(transposed(sdS)))
             B = self.mma.make_fragment_B(part.partition_B(sKt))
-            self.pairs.append((A[None, None, None, 0], B))
+            self.pairs.append((A, B))
         self.shape = self.mma.partition_shape_C((matmul.ROWS, columns))
-        self.acc: Any = None  # of the last step
+        self.acc = cute.make_rmem_tensor(self.shape, Float32)  # of the last step
 
-    def multiply(self) -> None:
+    def multiply(self, slot: Int32) -> None:
         # dQ = dS K
-        self.acc = zeros(self.shape)
-        matmul.gemm_sum(self.mma, self.acc, self.pairs, accumulate=False)
+        self.acc.fill(0.0)  # as `zeros` says
+        pairs = [(A[None, None, None, slot], B) for A, B in self.pairs]
+        matmul.gemm_sum(self.mma, self.acc, pairs, accumulate=False)
 
 
 def _vectors(acc: cute.Tensor) -> cute.Tensor:
