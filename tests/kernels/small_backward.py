@@ -21,10 +21,10 @@ from tilewright.launch.fa3 import NO_BOUND
 
 
 def small_problems(spec: BackwardSpec) -> dict[str, Small]:
-    """With more tiles of rows than a ring has slots; with heads that share keys, in dims that are
-    no tile's."""
+    """With more tiles of rows than a ring has slots, and, of a cluster, with a second that has keys
+    for one CTA only; with heads that share keys, in dims that are no tile's."""
     options = options_of(spec)
-    rows, keys = (spec.q_stages + 1) * spec.tile_q, spec.tile_kv
+    rows, keys = (spec.q_stages + 1) * spec.tile_q, spec.cluster_keys
     dims = spec.head_dim, spec.head_dim_v
     other_dims = dims[0] - 8, dims[1] - 24
     shared: dict[str, Any] = {"heads": (3, 1), "with_sink": True, "ctas": 2}

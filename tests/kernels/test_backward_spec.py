@@ -19,6 +19,9 @@ from tilewright.kernels.sm90.fa3_backward.spec import ORDER, BackwardSpec
         ({"head_dim": 192, "tile_kv": 64, "keys_in_registers": True}, "keys_in_registers"),
         ({"head_dim": 256, "head_dim_v": 256, "tile_kv": 64}, "B of shared memory"),
         ({"q_stages": 2}, "a step holds three"),
+        ({"shares_loads": True}, "two CTAs"),
+        ({"head_dim": 192, "tile_kv": 64, "shares_loads": True, "packed": True}, "none to zero"),
+        ({"adds_at_P": True}, "keeps its P"),
     ],
 )
 def test_a_spec_takes_what_fits(how: dict[str, Any], reason: str):
@@ -39,6 +42,13 @@ def test_a_spec_takes_what_fits(how: dict[str, Any], reason: str):
 def test_a_step_uses_nothing_before_it_is_made(how: dict[str, Any], reason: str):
     assert reason in (BackwardSpec(**how).why_illegal() or "")
     assert BackwardSpec().why_illegal() is None
+
+
+def test_two_dS_of_each_cta_are_kept_where_they_fit():
+    dims = {64: 4, 128: 2, 192: 2, 256: 1}
+    for dim, slots in dims.items():
+        spec = catalog.tiled_backward(BackwardSpec(head_dim=dim, head_dim_v=dim))
+        assert spec.ds_slots == slots and spec.cluster == (2 if dim > 128 else 1)
 
 
 def test_every_kernel_of_the_catalog_is_legal():

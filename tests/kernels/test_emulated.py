@@ -37,6 +37,7 @@ MECHANISMS: list[dict[str, Any]] = [
     {"ping_pong": False, "skips_hidden": True, "tile_kv": 32, "bounded_left": True},
     {"longest_first": False},
     {"dynamic": False},
+    {"cluster": 2, "bounded_right": False},
     {"dynamic": False, "cluster": 2, "bounded_right": False},
     {"specialised": False},
     {

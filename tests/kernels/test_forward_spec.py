@@ -14,7 +14,7 @@ from tilewright.kernels.sm90.fa3.spec import ForwardSpec
     ("how", "reason"),
     [
         ({"packed": True}, "dense tiles"),
-        ({"cluster": 2, "dynamic": False}, "its own CTA"),
+        ({"cluster": 2}, "its own CTA"),
         ({"takes_late": True}, "one tile is taken ahead"),
         ({"tiles_ahead": 2}, "one tile is taken ahead"),
         ({"carries_over": True, "q_in_registers": True}, "all blocks"),

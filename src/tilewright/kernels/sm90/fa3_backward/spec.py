@@ -163,6 +163,8 @@ class BackwardSpec:
             return f"head_dim={self.head_dim}: where head_dim_v is over 128, want 192 or 256"
         if self.shares_loads and (self.packed or not self.is_wide):
             return "shares_loads=True: two CTAs must load the same rows, and have none to zero"
+        if self.adds_at_P and not self.is_wide:
+            return "adds_at_P=True: a warpgroup of head dims up to 128 keeps its P; want order"
         if self.is_wide and self.keys_in_registers:
             return "keys_in_registers: head dims over 128 leave no registers for keys"
         if not self.is_wide and self.q_stages < 3:
