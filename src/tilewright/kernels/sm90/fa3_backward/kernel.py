@@ -153,7 +153,6 @@ class Backward:
             ds=ring(smem, spec.ds_slots, spec.cluster),
             p=ring(smem, spec.ds_slots) if pair else None,
             peer_k=ring(smem, 1) if pair else None,
-            pair=ring(smem, spec.ds_slots) if pair else None,
         )
         sTile = smem.allocate_tensor(Int32, cute.make_layout((TILE_WORDS, spec.tiles_ahead)), 16)
         sLSE, sDelta = (
@@ -180,7 +179,6 @@ class Backward:
                 # What makes dS over P is read says when P may be written: see `wide.py`.
                 ch.p.initialise(producers=4, consumers=4)
                 ch.peer_k.initialise(producers=1, consumers=consumers)
-                ch.pair.initialise(producers=4, consumers=consumers)
         cute.arch.mbarrier_init_fence()
         # All but this beginning comes after prepare; and finish may begin when CTAs leave room.
         cute.arch.griddepcontrol_wait()

@@ -72,10 +72,9 @@ class Channels:
     turn: Ring  # take_turns -> compute: it may add, of a deterministic call
     added: Ring  # compute -> count_additions: it has added
     tail: Ring  # load -> load: a tile that needs its last rows zeroed
-    ds: Ring  # all warpgroups -> all; of a wide kernel, the one that makes it -> the same one
+    ds: Ring  # those who make dS, of all CTAs of a cluster -> all
     p: Any = None  # the warpgroup that makes P -> the one that makes dS, of a wide kernel
     peer_k: Any = None  # load -> compute, of a cluster
-    pair: Any = None  # those who make dS, of both CTAs of a cluster -> all
 
 
 @dataclass(frozen=True)

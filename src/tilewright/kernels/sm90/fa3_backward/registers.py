@@ -25,7 +25,7 @@ def make_mmas(spec: BackwardSpec, dtype: Any) -> tuple[Any, ...]:
     return (
         matmul.make_mma(dtype, spec.tile_q, K, spec.keys_in_registers),
         matmul.make_mma(dtype, spec.head_dim_v, MN, a_in_registers=True),
-        matmul.make_mma(dtype, spec.head_dim, MN, a_in_registers=not spec.is_wide),
+        matmul.make_mma(dtype, spec.head_dim, MN, a_in_registers=True),
         matmul.make_mma(dtype, spec.dq_columns, MN, a_in_registers=False, a_layout=MN),
     )
 

@@ -117,6 +117,11 @@ class BackwardSpec:
         return more if self._smem_bytes(more) <= SMEM_BYTES else few
 
     @property
+    def has_room(self) -> bool:
+        """Whether P of a step may be written before dQ of the one before it is made."""
+        return self.ds_slots > 1
+
+    @property
     def hands_back_ds(self) -> bool:
         """Whether a slot of dS is written again only when all say that they have read it."""
         return self.ds_slots < 4

@@ -134,15 +134,13 @@ def attend_queries(wg: Constexpr, tile: Tile, sweep: Sweep, numbers: Any):
         step(wg, tile, Place(n, first, block, n < last), (before, older))
         older = before
     ch.v.release(loaded)
-    if const_expr(regs.w == 0):
+    if const_expr(regs.w == 0 and (wg.spec.has_room or not wg.spec.adds_at_P)):
         add_older(wg, tile, (last - 1, *older), first)
     multiply_dQ(wg, last)
     matmul.wait(0)
     ch.k.release(loaded)
     ch.peer_k.release(loaded)
     ch.ds.release(last)
-    if const_expr(regs.w == 1):
-        ch.q.release(last)
     add_dQ(wg, tile, (last, head, block))
 
 
@@ -166,8 +164,7 @@ def step_of_dV(wg: Constexpr, tile: Tile, place: Place, before: Constexpr):
         make_P(wg, acc, lse, tile, place.block)
     packed = regs.pack_P(acc)
     ch.q.release(n)
-    has_room = spec.ds_slots > 1
-    if const_expr(not has_room):
+    if const_expr(not spec.has_room):
         if const_expr(before is not None):
             multiply_dQ(wg, n - 1)
         multiply_dV(wg, n, is_there)
@@ -178,8 +175,11 @@ def step_of_dV(wg: Constexpr, tile: Tile, place: Place, before: Constexpr):
     regs.write_P(packed, ch.ds.index(n))
     ch.p.publish(n)
     if const_expr(before is not None and spec.adds_at_P):
-        add_older(wg, tile, (n - 2, *before[1]), place.first)
-    if const_expr(has_room):
+        if const_expr(spec.has_room):
+            add_older(wg, tile, (n - 2, *before[1]), place.first)
+        else:
+            add_dQ(wg, tile, (n - 1, *before[0]))
+    if const_expr(spec.has_room):
         multiply_dV(wg, n, is_there)
         if const_expr(before is not None):
             multiply_dQ(wg, n - 1)
@@ -188,7 +188,7 @@ def step_of_dV(wg: Constexpr, tile: Tile, place: Place, before: Constexpr):
     if place.has_next:
         ch.q.wait_full(n + 1)
     matmul.wait(0)
-    if const_expr(before is None or not has_room):
+    if const_expr(before is None or not spec.has_room):
         ch.do.release(n)
     else:
         ch.ds.release(n - 1)
@@ -201,8 +201,6 @@ def step_of_dK(wg: Constexpr, tile: Tile, place: Place, before: Constexpr):
     acc = regs.multiply_pairs(ch.do.index(n))
     if const_expr(before is not None):
         multiply_dQ(wg, n - 1)
-        matmul.wait(1)
-        ch.q.release(n - 1)
     is_there = ch.q.is_full(n)
     matmul.wait(0)
     if const_expr(before is not None):
@@ -215,30 +213,31 @@ def step_of_dK(wg: Constexpr, tile: Tile, place: Place, before: Constexpr):
     ch.do.release(n)
     hide_dS(wg, matmul.as_rows(acc), tile, place.block)
     regs.rdS.store(acc.load().to(regs.rdS.element_type))
+    wait_unless(is_there, ch.q, n)
+    regs.multiply_sum(ch.q.index(n))
     # All lanes have read what they write over.
     cute.arch.sync_warp()
     regs.write_dS(slot)
     # Orders dS's writes before the multiplies and the copy that read them.
     cute.arch.fence_proxy("async.shared", space="cta")
-    ch.ds.publish(n)
+    cute.arch.sync_warp()
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(ch.pair.full(n), regs.sent_bytes)
-        regs.send_dS(slot, ch.pair.full(n))
-    wait_unless(is_there, ch.q, n)
-    ch.ds.wait_full(n)
-    regs.multiply_dK_from(slot, ch.q.index(n))
+        cute.arch.mbarrier_arrive_and_expect_tx(ch.ds.full(n), regs.sent_bytes)
+        regs.send_dS(slot, ch.ds.full(n))
     if place.has_next:
         ch.do.wait_full(n + 1)
     if const_expr(before is not None and not spec.adds_at_P):
         add_dQ(wg, tile, (n - 1, *before[0]))
+    matmul.wait(0)
+    ch.q.release(n)
 
 
 def multiply_dV(wg: WideWarpgroup, n: Int32, is_there: Boolean) -> None:
     wait_unless(is_there, wg.ch.do, n)
-    wg.regs.multiply_dV(wg.ch.do.index(n))
+    wg.regs.multiply_sum(wg.ch.do.index(n))
 
 
 def multiply_dQ(wg: WideWarpgroup, n: Int32) -> None:
     """Of step `n`, when both CTAs have made their dS."""
-    wg.ch.pair.wait_full(n)
+    wg.ch.ds.wait_full(n)
     wg.regs.dQ.multiply(wg.ch.ds.index(n))

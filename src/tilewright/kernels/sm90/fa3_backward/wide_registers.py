@@ -68,11 +68,7 @@ class WideRegisters(Registers):
         self.peer = 1 - rank
         dtype = sm.sQ.element_type
         self.rP, self.rdS = (cute.make_rmem_tensor(self.shape_S, dtype) for _ in range(2))
-        # dS is read back from shared memory for dK too: with it in registers there are too few of
-        # them at 256, and the assembler lets no multiply run beside another.
-        self.tSumrA = matmul.as_operand_A(self.rP)
-        if w:
-            self.tSumrA = self.mma_sum.make_fragment_A(part_sum.partition_A(sm.sdS))
+        self.tSumrA = matmul.as_operand_A(self.rdS if w else self.rP)
         self.store_dS = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
         self.part_store = cute.make_tiled_copy_C(self.store_dS, self.mma_S).get_slice(thread)
         self.sdS = sm.sdS
@@ -91,15 +87,10 @@ class WideRegisters(Registers):
         matmul.gemm(self.mma_S, acc, self.tSrA, B, accumulate=False)
         return acc
 
-    def multiply_dV(self, slot: Int32) -> None:
-        # dV += P^T dO
+    def multiply_sum(self, slot: Int32) -> None:
+        # dV += P^T dO, or dK += dS^T Q
         B = self.tSumrB[None, None, None, slot]
         matmul.gemm(self.mma_sum, self.acc, self.tSumrA, B, accumulate=True)
-
-    def multiply_dK_from(self, slot_dS: Int32, slot: Int32) -> None:
-        # dK += dS^T Q
-        A, B = self.tSumrA[None, None, None, slot_dS], self.tSumrB[None, None, None, slot]
-        matmul.gemm(self.mma_sum, self.acc, A, B, accumulate=True)
 
     def add_dQ(self, sums: Int64) -> None:
         add_fragments(self.dQ.acc, sums + Int64(self.dQ.first) * (OCTET_BYTES // 8), 0)
