@@ -10,6 +10,11 @@ import pytest
 from tilewright.kernels import catalog
 from tilewright.kernels.sm90.fa3_backward.spec import ORDER, BackwardSpec
 
+WIDE: dict[str, Any] = {
+    **{"head_dim": 192, "tile_kv": 64, "q_stages": 3, "do_stages": 2},
+    **{"adds_beside_dV": ("S", "write"), "adds_beside_dK": ("dQ",)},
+}
+
 
 @pytest.mark.parametrize(
     ("how", "reason"),
@@ -21,7 +26,10 @@ from tilewright.kernels.sm90.fa3_backward.spec import ORDER, BackwardSpec
         ({"q_stages": 2}, "a step holds three"),
         ({"shares_loads": True}, "two CTAs"),
         ({"head_dim": 192, "tile_kv": 64, "shares_loads": True, "packed": True}, "none to zero"),
-        ({"adds_at_P": True}, "keeps its P"),
+        ({"adds_beside_dV": ("S",)}, "the order says where"),
+        (WIDE | {"adds_beside_dK": ()}, "adds_beside_dK=: want some of dQ dS dK send"),
+        (WIDE | {"adds_beside_dV": ("write", "S")}, "comes by them as S P write dV"),
+        (WIDE | {"head_dim": 256, "head_dim_v": 256, "q_stages": 2}, "as write S P"),
     ],
 )
 def test_a_spec_takes_what_fits(how: dict[str, Any], reason: str):

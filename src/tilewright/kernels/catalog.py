@@ -50,8 +50,9 @@ _CAUSAL: dict[tuple[int, int], dict[str, Any]] = {
 SHORT, SHORT_FULL = 1536, 768  # queries
 # A row's maximum may lag by so much, in log2, that P stays inside its dtype with room to spare.
 _THRESHOLD = {"float16": 14.0, "bfloat16": 24.0}
-# As _TILES, of the backward's main kernel. Measured for 64, 128 and 256. Over 128 tiles are 64x64,
-# and there are as many stages as fit.
+# As _TILES, of the backward's main kernel. Measured for all but 96. Additions to dQ are spread over
+# a step: together they would hold up the queue that loads and stores of shared memory go through.
+_WIDE = {"tile_kv": 64, "adds_beside_dV": ("write", "dV"), "adds_beside_dK": ("dQ", "dK")}
 _BACKWARD_TILES: dict[tuple[int, int], dict[str, Any]] = {
     (64, 64): {
         **{"keys_in_registers": True, "keeps_thread": True, "q_stages": 4, "do_stages": 4},
@@ -60,9 +61,9 @@ _BACKWARD_TILES: dict[tuple[int, int], dict[str, Any]] = {
     # Head dim 96 goes through these too. Two warpgroups would make 48 columns of dQ each there, and
     # shared memory swizzles 96 in groups of 32; tiles of 64 keys add to dQ twice as often.
     (128, 128): {"do_stages": 3},
-    (192, 128): {"tile_kv": 64, "q_stages": 3, "do_stages": 3, "adds_at_P": True},
-    (192, 192): {"tile_kv": 64, "q_stages": 2, "do_stages": 3},
-    (256, 256): {"tile_kv": 64, "q_stages": 2, "do_stages": 2},
+    (192, 128): _WIDE | {"q_stages": 3, "do_stages": 3},
+    (192, 192): _WIDE | {"q_stages": 2, "do_stages": 3},
+    (256, 256): _WIDE | {"q_stages": 2, "do_stages": 2, "adds_beside_dV": ("S", "P")},
 }
 # With a softcap P comes with dS: see `scores.cap`. And it takes a register less, which a window
 # over packed rows has not to spare at head dim 128.

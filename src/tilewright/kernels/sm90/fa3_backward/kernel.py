@@ -79,19 +79,6 @@ class Backward:
         spec, packed = self.spec, self.spec.packed
         rows_first = (0, 2, 1) if packed else (1, 3, 2, 0)
         mQ, mK, mV, mdO, mdK, mdV = (permuted(x, rows_first) for x in (q, k, v, dout, dk, dv))
-        layouts, tiles = smem_layouts(spec), smem_tiles(spec)
-        one, both = cpasync.CopyBulkTensorTileG2SOp, cpasync.CopyBulkTensorTileG2SMulticastOp
-        shares = (spec.shares_loads, False, False, spec.shares_loads)
-        loads = [
-            tma_operand(both() if of_two else one(), x, layout, tile, 1 + of_two)
-            for x, layout, tile, of_two in zip(
-                (mQ, mK, mV, mdO), layouts, tiles, shares, strict=False
-            )
-        ]
-        peer_k = None
-        if const_expr(spec.cluster > 1):
-            tile = spec.tile_kv, spec.peer_columns
-            peer_k = tma_operand(one(), mK, peer_layouts(spec)[0], tile)
         last_first = (1, 0) if packed else (2, 1, 0)
         lengths, mTurns = None, None
         batch = cute.size(q, mode=[0])
@@ -101,8 +88,7 @@ class Backward:
         if const_expr(spec.deterministic):
             mTurns = permuted(turns, last_first)
         op = Operands(
-            *loads,
-            peer_k=peer_k,
+            *load_operands(spec, (mQ, mK, mV, mdO)),
             mLSE=permuted(lse_log2, last_first),
             mDelta=permuted(delta, last_first),
             mdQ=permuted(dq_sum, (4, 3, 2, 1, 0) if packed else (5, 4, 3, 2, 1, 0)),
@@ -166,19 +152,8 @@ class Backward:
         sm = Shared(sQ, sdO, sK, sV, sdS, sLSE, sDelta, sTile, sPeerK, sPeerdS)
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        consumers = 4 * spec.warpgroups  # warps
         if thread == 0:
-            ch.tile.initialise(producers=1, consumers=consumers + 1 + 2 * spec.deterministic)
-            ch.turn.initialise(producers=1, consumers=consumers)
-            ch.added.initialise(producers=consumers, consumers=1)
-            for loaded in (ch.k, ch.v, ch.q, ch.do):
-                loaded.initialise(producers=1, consumers=consumers)
-            ch.tail.initialise(producers=1, consumers=1)
-            ch.ds.initialise(4 if spec.is_wide else consumers, consumers)
-            if const_expr(pair):
-                # What makes dS over P is read says when P may be written: see `wide.py`.
-                ch.p.initialise(producers=4, consumers=4)
-                ch.peer_k.initialise(producers=1, consumers=consumers)
+            initialise(spec, ch)
         cute.arch.mbarrier_init_fence()
         # All but this beginning comes after prepare; and finish may begin when CTAs leave room.
         cute.arch.griddepcontrol_wait()
@@ -202,6 +177,38 @@ class Backward:
             run(spec, op, sm, ch, make_mmas(spec, dtype))
         if const_expr(pair):
             meet(spec.cluster)  # no CTA leaves while another may still write to it
+
+
+def initialise(spec: BackwardSpec, ch: Channels) -> None:
+    """The rings. By one thread."""
+    consumers = 4 * spec.warpgroups  # warps
+    ch.tile.initialise(producers=1, consumers=consumers + 1 + 2 * spec.deterministic)
+    ch.turn.initialise(producers=1, consumers=consumers)
+    ch.added.initialise(producers=consumers, consumers=1)
+    for loaded in (ch.k, ch.v, ch.q, ch.do):
+        loaded.initialise(producers=1, consumers=consumers)
+    ch.tail.initialise(producers=1, consumers=1)
+    ch.ds.initialise(4 if spec.is_wide else consumers, consumers)
+    if spec.cluster > 1:
+        # Who may write P is said by what makes dS over it: see `wide.py`.
+        ch.p.initialise(producers=4, consumers=4)
+        ch.peer_k.initialise(producers=1, consumers=consumers)
+
+
+def load_operands(spec: BackwardSpec, tensors: tuple[cute.Tensor, ...]) -> list[Any]:
+    """Of Q, K, V, dO and of the other CTA's K, if there is one."""
+    one, both = cpasync.CopyBulkTensorTileG2SOp, cpasync.CopyBulkTensorTileG2SMulticastOp
+    shared = spec.shares_loads, False, False, spec.shares_loads
+    loads: list[Any] = [
+        tma_operand(both() if of_two else one(), x, layout, tile, 1 + of_two)
+        for x, layout, tile, of_two in zip(
+            tensors, smem_layouts(spec)[:4], smem_tiles(spec), shared, strict=True
+        )
+    ]
+    if spec.cluster == 1:
+        return [*loads, None]
+    tile = spec.tile_kv, spec.peer_columns
+    return [*loads, tma_operand(one(), tensors[1], peer_layouts(spec)[0], tile)]
 
 
 def smem_layouts(spec: BackwardSpec) -> tuple[Any, ...]:

@@ -96,7 +96,9 @@ def load_keys(role: Constexpr, tile: Tile, n: Int32, is_early: Constexpr, tails:
             peer, first = tile.kv_block + 1 - 2 * rank, spec.first_peer_column(rank)
             k = key_view(spec, op.peer_k, sm.sPeerK, tile, spec.peer_columns, first)
             keys = tile.seqlen_k - peer * spec.tile_kv
-            tails = load_block(role, (op.peer_k, ch.peer_k, k, sm.sPeerK, None), n, peer, keys, tails)
+            tails = load_block(
+                role, (op.peer_k, ch.peer_k, k, sm.sPeerK, None), n, peer, keys, tails
+            )
     return tails
 
 

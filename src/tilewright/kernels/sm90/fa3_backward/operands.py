@@ -23,7 +23,7 @@ class Operands:
     k: TmaOperand  # (kv, d, h[, b])
     v: TmaOperand  # (kv, d, h[, b])
     dout: TmaOperand  # (q, d, h[, b])
-    peer_k: Any  # K, as the other CTA of a cluster needs it: some of the columns at a time
+    peer_k: Any  # K once more, some of whose columns the other CTA of a cluster needs
     mLSE: cute.Tensor  # (q, h[, b]), in log2; rows of the workspace
     mDelta: cute.Tensor  # (q, h[, b])
     mdQ: cute.Tensor  # (4, thread, octet, 64 rows, h[, b]), fragments

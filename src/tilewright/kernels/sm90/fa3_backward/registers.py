@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -28,6 +28,28 @@ def make_mmas(spec: BackwardSpec, dtype: Any) -> tuple[Any, ...]:
         matmul.make_mma(dtype, spec.head_dim, MN, a_in_registers=True),
         matmul.make_mma(dtype, spec.dq_columns, MN, a_in_registers=False, a_layout=MN),
     )
+
+
+class Piece(NamedTuple):
+    """What is added of a dQ at one place of a step: parts `begin` to `end` of `parts`."""
+
+    begin: int
+    end: int
+    parts: int
+
+    @property
+    def is_first(self) -> bool:
+        return self.begin == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.end == self.parts
+
+    def of(self, octets: int) -> range:
+        return range(octets * self.begin // self.parts, octets * self.end // self.parts)
+
+
+WHOLE = Piece(0, 1, 1)
 
 
 class Registers(Unchanged):
@@ -147,9 +169,9 @@ class Registers(Unchanged):
             cute.autovec_copy(pairs[None, matmul.ROW_LANES * i + lane], held[None, i])
         return cute.make_tensor(held.iterator, cute.make_layout(2 * octets))
 
-    def add_dQ(self, sums: Int64) -> None:
+    def add_dQ(self, sums: Int64, piece: Piece) -> None:
         """registers -> gmem, added to what is there, from the address `sums` on."""
-        add_fragments(self.acc_dQ, sums, 0)
+        add_fragments(self.acc_dQ, sums, piece)
 
 
 def zeros(shape: Any) -> cute.Tensor:
@@ -160,15 +182,15 @@ def zeros(shape: Any) -> cute.Tensor:
     return acc
 
 
-def add_fragments(acc: cute.Tensor, sums: Int64, first: int) -> None:
-    """An accumulator's octets, added to those from `first` on after the address `sums`.
+def add_fragments(acc: cute.Tensor, sums: Int64, piece: Piece) -> None:
+    """A piece of an accumulator's octets, added to those from the address `sums` on.
 
     By the warps themselves: through the copy engine the same bytes would pass shared memory
     twice more, which is what this kernel has least of.
     """
-    for i in range(cute.size(acc) // FRAGMENT):
+    for i in piece.of(cute.size(acc) // FRAGMENT):
         cute.arch.inline_ptx(
-            f"red.relaxed.gpu.global.add.v4.f32 [{{$r0}} + {OCTET_BYTES * (first + i)}], "
+            f"red.relaxed.gpu.global.add.v4.f32 [{{$r0}} + {OCTET_BYTES * i}], "
             "{{$r1}, {$r2}, {$r3}, {$r4}};",
             read_only_args=[sums, *(acc[FRAGMENT * i + e] for e in range(FRAGMENT))],
         )

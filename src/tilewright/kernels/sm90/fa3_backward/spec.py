@@ -47,10 +47,13 @@ class BackwardSpec:
     q_stages: int = 3
     do_stages: int = 2
     shares_loads: bool = False  # each CTA of a cluster loads half of Q and dO for both
-    adds_at_P: bool = False  # where P changes hands, not under S and dK; over head dim 128
+    # Over head dim 128, where the warpgroups that have dV and dK add to dQ: some of `places`, each
+    # as often as it has equal parts.
+    adds_beside_dV: tuple[str, ...] = ()
+    adds_beside_dK: tuple[str, ...] = ()
     keys_in_registers: bool = False  # K and V are multiplied from there
     keeps_thread: bool = False  # its index, in a register: to read it takes long in a full queue
-    order: tuple[str, ...] = ORDER  # of a step, over head dim 128 always the same
+    order: tuple[str, ...] = ORDER  # of a step; over head dim 128 that of `wide.py`
     tiles_ahead: int = 1
 
     @property
@@ -85,7 +88,7 @@ class BackwardSpec:
     def peer_columns(self) -> int:
         """Of the other CTA's K that one of a cluster has in shared memory.
 
-        A half of 192 columns is three eighths of them, but shared memory swizzles 64 together.
+        Half of 192 are 96, but shared memory swizzles 64 together.
         """
         return 128 if self.is_wide else 0
 
@@ -168,8 +171,6 @@ class BackwardSpec:
             return f"head_dim={self.head_dim}: where head_dim_v is over 128, want 192 or 256"
         if self.shares_loads and (self.packed or not self.is_wide):
             return "shares_loads=True: two CTAs must load the same rows, and have none to zero"
-        if self.adds_at_P and not self.is_wide:
-            return "adds_at_P=True: a warpgroup of head dims up to 128 keeps its P; want order"
         if self.is_wide and self.keys_in_registers:
             return "keys_in_registers: head dims over 128 leave no registers for keys"
         if not self.is_wide and self.q_stages < 3:
@@ -178,6 +179,28 @@ class BackwardSpec:
             return f"order={' '.join(self.order)}: {reason}"
         if self.smem_bytes > SMEM_BYTES:
             return f"{self.smem_bytes} B of shared memory, {SMEM_BYTES} B exist"
+        return self._why_no_additions()
+
+    @property
+    def additions(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Of warpgroups 0 and 1 of a wide kernel."""
+        return self.adds_beside_dV, self.adds_beside_dK
+
+    @property
+    def places(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """By which a dQ comes, from its making on, named for what has just been done."""
+        of_dV = ("S", "P", "write", "dV") if self.has_room else ("write", "S", "P")
+        return of_dV, ("dQ", "dS", "dK", "send")
+
+    def _why_no_additions(self) -> str | None:
+        for what, places, wanted in zip(("dV", "dK"), self.places, self.additions, strict=True):
+            found = f"adds_beside_{what}={' '.join(wanted)}: "
+            if not self.is_wide and wanted:
+                return f"{found}up to head dim 128 the order says where"
+            if self.is_wide and not (wanted and set(wanted) <= set(places)):
+                return f"{found}want some of {' '.join(places)}"
+            if sorted(wanted, key=places.index) != list(wanted):
+                return f"{found}a dQ comes by them as {' '.join(places)}"
         return None
 
     def _why_no_order(self) -> str | None:

@@ -28,7 +28,12 @@ from cutlass import Boolean, Constexpr, Int32, Int64
 
 from tilewright.kernels.sm90 import matmul
 from tilewright.kernels.sm90.fa3_backward.operands import Tile
-from tilewright.kernels.sm90.fa3_backward.registers import FRAGMENT_BYTES, OCTET_BYTES
+from tilewright.kernels.sm90.fa3_backward.registers import (
+    FRAGMENT_BYTES,
+    OCTET_BYTES,
+    WHOLE,
+    Piece,
+)
 from tilewright.kernels.sm90.fa3_backward.scores import (
     Warpgroup,
     cap,
@@ -238,7 +243,7 @@ def multiply_dQ(wg: Warpgroup, n: Int32) -> None:
     wg.regs.multiply_dQ(wg.ch.ds.index(n))
 
 
-def add_dQ(wg: Warpgroup, tile: Tile, step: Any) -> None:
+def add_dQ(wg: Warpgroup, tile: Tile, step: Any, piece: Piece = WHOLE) -> None:
     """This warpgroup's part of dQ of step (n, head, block), registers -> gmem; in turn, if any.
 
     The address is made here: one that steps carry could not change before the additions of the one
@@ -254,15 +259,15 @@ def add_dQ(wg: Warpgroup, tile: Tile, step: Any) -> None:
     # What all threads share is kept apart, for the sake of the uniform datapath.
     sums = (op.mdQ.iterator + op.mdQ.layout((0, 0, 0, unit, *outer))).toint()
     sums += Int64(wg.regs.thread * FRAGMENT_BYTES + wg.regs.first_octet * OCTET_BYTES)
-    if spec.deterministic:
+    if spec.deterministic and piece.is_first:
         wg.ch.turn.wait_full(n)
-    wg.regs.add_dQ(sums)
-    if spec.deterministic:
+    wg.regs.add_dQ(sums, piece)
+    if spec.deterministic and piece.is_last:
         end_turn(wg, n)
 
 
 @cute.jit
-def add_older(wg: Constexpr, tile: Tile, step: Any, first: Int32):
+def add_older(wg: Constexpr, tile: Tile, step: Any, first: Int32, piece: Constexpr = WHOLE):
     """The same, unless the tile's second step has none to add yet."""
     if step[0] >= first:
-        add_dQ(wg, tile, step)
+        add_dQ(wg, tile, step, piece)

@@ -1,23 +1,23 @@
-"""The consumers for head dims over 128: a cluster of two CTAs, each with 64 keys of a pair of tiles.
+"""The consumers for head dims over 128: two CTAs, each with 64 keys of a pair of tiles.
 
-dK and dV of 64 keys are too many registers for one warpgroup: one has dV, the other dK. And dQ of 64
-keys alone would be more additions than L2 can take. So the CTAs exchange dS, and each makes half the
-columns of dQ, over the keys of both.
+dK and dV of 64 keys are too many registers for one warpgroup: one has dV, the other dK. And to
+add dQ of 64 keys at a time would be more than L2 can take. So the CTAs, a cluster, exchange dS, and
+each makes half the columns of dQ, over the keys of both.
 
 Steady state, query blocks i from first to last. Multiplies of a warpgroup run in the order of
 their issue; beside them stands what it does meanwhile:
 
     warpgroup 0                               warpgroup 1
-    S_i = K Q_i^T           dQ_{i-2} added    dP_i = V dO_i^T
+    S_i = K Q_i^T                             dP_i = V dO_i^T
                             P_i, to smem      dQ_{i-1} = dS_{i-1} K
-    dV += P_i dO_i                                                    dS_i, over P_i, and sent
-    dQ_{i-1} = dS_{i-1} K                     dK += dS_i Q_i          dQ_{i-1} added
+    dV += P_i dO_i                                                    dS_i
+    dQ_{i-1} = dS_{i-1} K                     dK += dS_i Q_i          dS_i over P_i, and sent
 
-dQ is made a step late, when the other CTA's dS has come. P goes from one warpgroup to the other in
-the bytes that dS takes its place in. Those, and what the other CTA sends, are free as soon as both
-CTAs have made dQ of them. At head dim 256 there is room for one of each: there dQ_{i-1} is made
-before P_i is written, and before dV.
-Only dK is under way where the loop closes, since its sum is not read there.
+dQ is made a step late, when the other CTA's dS has come, and added in parts, at places that the
+spec names. P goes from one warpgroup to the other in the bytes that dS takes its place in. Those,
+and what the other CTA sends, are free as soon as both CTAs have made dQ of them. At head dim 256
+there is room for one of each: there dQ_{i-1} is made before P_i is written, and before dV.
+Nothing is under way where the loop closes: what is read behind it would be held back there.
 Everything that is made of queries and keys is transposed here, as in `compute.py`.
 """
 
@@ -41,12 +41,14 @@ from tilewright.kernels.sm90.fa3_backward.operands import (
     Sweep,
     Tile,
 )
+from tilewright.kernels.sm90.fa3_backward.registers import Piece
 from tilewright.kernels.sm90.fa3_backward.scores import (
     Warpgroup,
     cap,
     make_capped_P,
     make_P,
 )
+from tilewright.kernels.sm90.fa3_backward.spec import BackwardSpec
 from tilewright.kernels.sm90.fa3_backward.step import (
     Place,
     add_dQ,
@@ -134,8 +136,9 @@ def attend_queries(wg: Constexpr, tile: Tile, sweep: Sweep, numbers: Any):
         step(wg, tile, Place(n, first, block, n < last), (before, older))
         older = before
     ch.v.release(loaded)
-    if const_expr(regs.w == 0 and (wg.spec.has_room or not wg.spec.adds_at_P)):
-        add_older(wg, tile, (last - 1, *older), first)
+    left = piece_left(wg.spec)
+    if const_expr(regs.w == 0 and left.begin < left.end):
+        add_older(wg, tile, (last - 1, *older), first, left)
     multiply_dQ(wg, last)
     matmul.wait(0)
     ch.k.release(loaded)
@@ -153,8 +156,7 @@ def step_of_dV(wg: Constexpr, tile: Tile, place: Place, before: Constexpr):
     spec, ch, regs, n = wg.spec, wg.ch, wg.regs, place.n
     lse = None if spec.has_softcap else regs.numbers(wg.sm.sLSE, ch.q.index(n))
     acc = regs.multiply_pairs(ch.q.index(n))
-    if const_expr(before is not None and not spec.adds_at_P):
-        add_older(wg, tile, (n - 2, *before[1]), place.first)
+    add_at("S", wg, tile, place, before)
     matmul.wait(0)
     is_there = ch.do.is_full(n)
     if const_expr(spec.has_softcap):
@@ -164,6 +166,7 @@ def step_of_dV(wg: Constexpr, tile: Tile, place: Place, before: Constexpr):
         make_P(wg, acc, lse, tile, place.block)
     packed = regs.pack_P(acc)
     ch.q.release(n)
+    add_at("P", wg, tile, place, before)
     if const_expr(not spec.has_room):
         if const_expr(before is not None):
             multiply_dQ(wg, n - 1)
@@ -174,13 +177,10 @@ def step_of_dV(wg: Constexpr, tile: Tile, place: Place, before: Constexpr):
     ch.ds.wait_empty(n)
     regs.write_P(packed, ch.ds.index(n))
     ch.p.publish(n)
-    if const_expr(before is not None and spec.adds_at_P):
-        if const_expr(spec.has_room):
-            add_older(wg, tile, (n - 2, *before[1]), place.first)
-        else:
-            add_dQ(wg, tile, (n - 1, *before[0]))
+    add_at("write", wg, tile, place, before)
     if const_expr(spec.has_room):
         multiply_dV(wg, n, is_there)
+        add_at("dV", wg, tile, place, before)
         if const_expr(before is not None):
             multiply_dQ(wg, n - 1)
             matmul.wait(1)
@@ -197,7 +197,7 @@ def step_of_dV(wg: Constexpr, tile: Tile, place: Place, before: Constexpr):
 @cute.jit
 def step_of_dK(wg: Constexpr, tile: Tile, place: Place, before: Constexpr):
     """Warpgroup 1's: dP -> dS, for dK, and for dQ in both CTAs; dQ of the step before."""
-    spec, ch, regs, n = wg.spec, wg.ch, wg.regs, place.n
+    ch, regs, n = wg.ch, wg.regs, place.n
     acc = regs.multiply_pairs(ch.do.index(n))
     if const_expr(before is not None):
         multiply_dQ(wg, n - 1)
@@ -205,16 +205,17 @@ def step_of_dK(wg: Constexpr, tile: Tile, place: Place, before: Constexpr):
     matmul.wait(0)
     if const_expr(before is not None):
         ch.ds.release(n - 1)
-        if const_expr(spec.adds_at_P):
-            add_dQ(wg, tile, (n - 1, *before[0]))
+    add_at("dQ", wg, tile, place, before)
     slot = ch.ds.index(n)
     ch.p.wait_full(n)
     regs.make_dS(acc, slot, wg.sm.sDelta, ch.do.index(n))
     ch.do.release(n)
     hide_dS(wg, matmul.as_rows(acc), tile, place.block)
     regs.rdS.store(acc.load().to(regs.rdS.element_type))
+    add_at("dS", wg, tile, place, before)
     wait_unless(is_there, ch.q, n)
     regs.multiply_sum(ch.q.index(n))
+    add_at("dK", wg, tile, place, before)
     # All lanes have read what they write over.
     cute.arch.sync_warp()
     regs.write_dS(slot)
@@ -224,12 +225,32 @@ def step_of_dK(wg: Constexpr, tile: Tile, place: Place, before: Constexpr):
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(ch.ds.full(n), regs.sent_bytes)
         regs.send_dS(slot, ch.ds.full(n))
+    add_at("send", wg, tile, place, before)
     if place.has_next:
         ch.do.wait_full(n + 1)
-    if const_expr(before is not None and not spec.adds_at_P):
-        add_dQ(wg, tile, (n - 1, *before[0]))
     matmul.wait(0)
     ch.q.release(n)
+
+
+def add_at(name: str, wg: WideWarpgroup, tile: Tile, place: Place, before: Any) -> None:
+    """What is to be added at a place of a step: of dQ that was made last."""
+    spec, w, n = wg.spec, wg.regs.w, place.n
+    names = spec.additions[w]
+    if before is None or name not in names:
+        return
+    begin = names.index(name)
+    piece = Piece(begin, begin + names.count(name), len(names))
+    # Of the step before it is not made yet, where warpgroup 0 makes it behind this place.
+    if w == 0 and (spec.has_room or name != "write"):
+        add_older(wg, tile, (n - 2, *before[1]), place.first, piece)
+    else:
+        add_dQ(wg, tile, (n - 1, *before[0]), piece)
+
+
+def piece_left(spec: BackwardSpec) -> Piece:
+    """Of warpgroup 0's dQ, what the step after the one that makes it would add."""
+    names = spec.additions[0]
+    return Piece(0 if spec.has_room else names.count("write"), len(names), len(names))
 
 
 def multiply_dV(wg: WideWarpgroup, n: Int32, is_there: Boolean) -> None:

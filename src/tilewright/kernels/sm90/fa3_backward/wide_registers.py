@@ -15,6 +15,7 @@ from tilewright.kernels.sm90.fa3_backward.load import transposed
 from tilewright.kernels.sm90.fa3_backward.operands import Shared
 from tilewright.kernels.sm90.fa3_backward.registers import (
     OCTET_BYTES,
+    Piece,
     Registers,
     add_fragments,
     zeros,
@@ -73,8 +74,8 @@ class WideRegisters(Registers):
         self.part_store = cute.make_tiled_copy_C(self.store_dS, self.mma_S).get_slice(thread)
         self.sdS = sm.sdS
         self.sPeerdS = sm.sPeerdS
-        # (8, vector, slot): a warp's 16-byte accesses lie side by side, so without conflicts, and where
-        # its rows of dS are. Whatever a warp has read it may overwrite.
+        # (8, vector, slot): a warp's 16-byte accesses lie side by side, so without conflicts, and
+        # where its rows of dS are. What a warp has read it may overwrite.
         shape = VECTOR, (32, matmul.ROWS // WARP_ROWS), spec.tile_q // 16, spec.ds_slots
         warp_size, size = WARP_ROWS * spec.tile_q, matmul.ROWS * spec.tile_q
         p = cute.make_layout(shape, stride=(1, (VECTOR, warp_size), 32 * VECTOR, size))
@@ -92,8 +93,8 @@ class WideRegisters(Registers):
         B = self.tSumrB[None, None, None, slot]
         matmul.gemm(self.mma_sum, self.acc, self.tSumrA, B, accumulate=True)
 
-    def add_dQ(self, sums: Int64) -> None:
-        add_fragments(self.dQ.acc, sums + Int64(self.dQ.first) * (OCTET_BYTES // 8), 0)
+    def add_dQ(self, sums: Int64, piece: Piece) -> None:
+        add_fragments(self.dQ.acc, sums + Int64(self.dQ.first) * (OCTET_BYTES // 8), piece)
 
     def pack_P(self, acc: cute.Tensor) -> cute.Tensor:
         """P, an accumulator, as it goes to the other warpgroup."""
@@ -107,7 +108,7 @@ class WideRegisters(Registers):
             cute.autovec_copy(_vectors(packed)[None, i], self.sP[None, i, slot])
 
     def make_dS(self, acc: cute.Tensor, slot: Int32, sDelta: cute.Tensor, slot_dO: Int32) -> None:
-        """dP -> dS, in place, with P from shared memory; two octets at a time, to save registers."""
+        """dP -> dS, in place, with P from smem; two octets at a time, to save registers."""
         lane = self.thread % matmul.ROW_LANES
         pairs = cute.local_tile(sDelta[None, slot_dO], (2,), (None,))  # (2, pair)
         for i in range(cute.size(acc) // VECTOR):
@@ -118,9 +119,7 @@ class WideRegisters(Registers):
             delta = cute.make_rmem_tensor((2, 2), Float32)
             for half in range(2):
                 octet = 2 * i + half
-                cute.autovec_copy(
-                    pairs[None, matmul.ROW_LANES * octet + lane], delta[None, half]
-                )
+                cute.autovec_copy(pairs[None, matmul.ROW_LANES * octet + lane], delta[None, half])
             dP = _vectors(acc)[None, i]
             for e in range(VECTOR):
                 unscaled = delta[e % 2, e // 4] * (-1 / P_SCALE)
