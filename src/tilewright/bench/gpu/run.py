@@ -180,6 +180,8 @@ def computation(
         return forward
     leaves = [x.detach().requires_grad_() for x in operands.inputs]
     with torch.enable_grad():
+        # As in any step of a training but the first, in which some prepare what comes after.
+        attend(*leaves)
         out = attend(*leaves)
     return lambda: torch.autograd.grad(out, leaves, operands.dout, retain_graph=True)
 
