@@ -85,6 +85,21 @@ def test_a_step_in_another_order_than_any_of_the_catalog() -> None:
     assert_right(emulate(kernel, small, "late"), kernel.spec, small)
 
 
+@pytest.mark.parametrize("dim", [192, 256])
+def test_additions_at_every_place_of_a_step(dim: int) -> None:
+    """In turns, which must begin with a block's first part and end with its last."""
+    features = BackwardSpec(head_dim=dim, head_dim_v=dim, bounded_right=True, deterministic=True)
+    spec = catalog.tiled_backward(features)
+    of_dV, of_dK = spec.places
+    spec = replace(spec, adds_beside_dV=of_dV, adds_beside_dK=of_dK)
+    small = replace(small_problems(spec)["edges"], ctas=4)
+    kernel = Kernel(catalog.FA3_BACKWARD, spec, "sm_90a")
+    first, other = (emulate(kernel, small, order) for order in ("late", "random"))
+    assert_right(first, spec, small)
+    for at in first.work.at:
+        assert torch.equal(rows_of(other.work.dq_sum)[at], rows_of(first.work.dq_sum)[at])
+
+
 @pytest.mark.parametrize("kernel", FLOAT16_TO_RUN, ids=str)
 def test_float16(kernel: Kernel) -> None:
     """As bfloat16 but for the type, which is that of the multiplies (test_compiled.py): one order,
