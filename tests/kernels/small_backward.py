@@ -27,7 +27,8 @@ def small_problems(spec: BackwardSpec) -> dict[str, Small]:
     rows, keys = (spec.q_stages + 1) * spec.tile_q, spec.cluster_keys
     dims = spec.head_dim, spec.head_dim_v
     other_dims = dims[0] - 8, dims[1] - 24
-    shared: dict[str, Any] = {"heads": (3, 1), "with_sink": True, "ctas": 2}
+    ctas = 2 * spec.cluster
+    shared: dict[str, Any] = {"heads": (3, 1), "with_sink": True, "ctas": ctas}
     if not spec.packed:
         return {
             "edges": Small([(rows + 1, keys + 1)], dims, options[0]),
@@ -36,7 +37,7 @@ def small_problems(spec: BackwardSpec) -> dict[str, Small]:
     unused = [(rows + 1, keys + 1), (0, 5), (3, 0), (1, keys)]  # with gaps, and rows past the end
     many = [(1, 3), *[(0, 0)] * 31, (spec.tile_q - 1, keys)]  # more than there are lanes
     return {
-        "edges": Small(unused, dims, options[2], "used", ctas=2),
+        "edges": Small(unused, dims, options[2], "used", ctas=ctas),
         "heads": Small(many, other_dims, options[3], "varlen", **shared),
     }
 

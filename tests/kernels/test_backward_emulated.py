@@ -62,7 +62,8 @@ def test_every_kernel_in_every_order(kernel: Kernel) -> None:
 @pytest.mark.parametrize("kernel", IN_TURNS, ids=str)
 def test_turns_of_heads_that_share_keys(kernel: Kernel) -> None:
     """Tiles then go through the queries the other way round, and take turns in the other order."""
-    small = replace(small_problems(kernel.spec)["edges"], heads=(2, 1), ctas=2)
+    edges = small_problems(kernel.spec)["edges"]
+    small = replace(edges, heads=(2, 1), ctas=2 * kernel.spec.cluster)
     first, *others = (emulate(kernel, small, order) for order in ORDERS)
     assert_right(first, kernel.spec, small)
     for other, at in product(others, first.work.at):
@@ -92,7 +93,7 @@ def test_additions_at_every_place_of_a_step(dim: int) -> None:
     spec = catalog.tiled_backward(features)
     of_dV, of_dK = spec.places
     spec = replace(spec, adds_beside_dV=of_dV, adds_beside_dK=of_dK)
-    small = replace(small_problems(spec)["edges"], ctas=4)
+    small = replace(small_problems(spec)["edges"], ctas=2 * spec.cluster)
     kernel = Kernel(catalog.FA3_BACKWARD, spec, "sm_90a")
     first, other = (emulate(kernel, small, order) for order in ("late", "random"))
     assert_right(first, spec, small)
